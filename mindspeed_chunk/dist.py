@@ -1,0 +1,149 @@
+"""Collectives of an expert-parallel group, and the agreement of its ranks.
+
+Everything here is launched in program order on every rank. Errors that one rank finds alone travel to the others
+inside a collective all of them take part in: a rank that raises by itself is a hang for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.observe import emit
+
+# torch 2.13 deprecates the old name in favour of the new one; 2.7 has only the old.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_AGREEMENT_BYTES = 2048
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Work = _Done()
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks in `group`; no group means this rank alone, not the world."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> tuple[torch.Tensor, Work]:
+    """Launch a gather of equally sized contiguous tensors `[n]`; the result is `[ranks, n]`, readable after `wait()`."""
+    if group_size(group) == 1:
+        return local.view(1, -1), DONE
+    gathered = local.new_empty(group_size(group) * local.numel())  # gloo wants it flat
+    emit("all_gather", name, elements=local.numel())
+    work = getattr(dist, _ALL_GATHER)(gathered, local.view(-1), group=group, async_op=True)
+    return gathered.view(group_size(group), -1), work
+
+
+def all_reduce_max(value: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> torch.Tensor:
+    """The element-wise largest of an integer tensor over the group, in place."""
+    if group_size(group) > 1:
+        emit("all_reduce", name, elements=value.numel())
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def all_to_all(
+    rows: torch.Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: dist.ProcessGroup | None,
+    name: str,
+    tail: int = 0,
+) -> tuple[torch.Tensor, Work]:
+    """Launch an exchange of rows: `send_splits[p]` of them to rank p, `recv_splits[p]` from it.
+
+    Args:
+        rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
+        tail: zero rows appended to the result, behind those that arrive.
+
+    Returns:
+        The received rows `[sum(recv_splits) + tail, width]`, not to be read before the work's `wait()`, and the work.
+        Without peers this is `rows` itself where there is no tail.
+    """
+    num_received = sum(recv_splits)
+    if group_size(group) == 1 and tail == 0:
+        return rows, DONE
+    received = rows.new_empty((num_received + tail, *rows.shape[1:]))
+    if tail:
+        received[num_received:].zero_()
+    if group_size(group) == 1:
+        received[:num_received].copy_(rows)
+        return received, DONE
+    emit("all_to_all", name, send=tuple(send_splits), recv=tuple(recv_splits), row_bytes=row_bytes(rows))
+    work = dist.all_to_all_single(
+        received[:num_received], rows, list(recv_splits), list(send_splits), group=group, async_op=True
+    )
+    return received, work
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.element_size()
+
+
+def check_all_to_all(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """Send known rows there and back through uneven splits, some of them zero; some stacks report success and zeros.
+
+    Returns:
+        What is wrong, for `agree` to tell everybody, or None.
+    """
+    size, rank = group_size(group), group_rank(group)
+    sent_to = [(rank + peer) % 3 for peer in range(size)]
+    labels = [rank * size + peer for peer in range(size) for _ in range(sent_to[peer])]
+    rows = torch.tensor(labels, dtype=torch.float32, device=device).view(-1, 1)
+    # (rank + peer) % 3 is symmetric: what a rank sends to a peer is what it receives from it
+    there, work = all_to_all(rows, sent_to, sent_to, group, "self-test")
+    work.wait()
+    back, work = all_to_all(there, sent_to, sent_to, group, "self-test")
+    work.wait()
+    expected = [peer * size + rank for peer in range(size) for _ in range(sent_to[peer])]
+    if there.flatten().tolist() != expected or back.flatten().tolist() != labels:
+        return "all_to_all_single moved the wrong rows in the start-up check (uneven splits, some zero)"
+    return None
+
+
+def agree(
+    fields: Mapping[str, object], error: str | None, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Compare `fields` over the group; a mismatch, or an error of any rank, raises one message on all of them.
+
+    The text of every rank is gathered in a buffer of fixed size, because a gather of unequal sizes aborts on gloo.
+
+    Raises:
+        ValueError: naming each differing field with its value on each rank, or the ranks with errors and the errors.
+    """
+    lines = [f"error={error}"] if error else [f"{key}={value}" for key, value in fields.items()]
+    text = "\n".join(lines).encode()[:_AGREEMENT_BYTES]
+    local = torch.zeros(_AGREEMENT_BYTES, dtype=torch.uint8)
+    local[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    gathered, work = all_gather(local.to(device), group, "agreement")
+    work.wait()
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered.cpu()]
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    by_rank = {rank: dict(line.partition("=")[::2] for line in text.split("\n")) for rank, text in zip(ranks, texts)}
+
+    errors = {rank: told["error"] for rank, told in by_rank.items() if "error" in told}
+    if errors:
+        raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in errors.items()))
+    differing = [key for key in fields if len({told.get(key) for told in by_rank.values()}) > 1]
+    if differing:
+        told = "; ".join(
+            f"{key}: " + ", ".join(f"{told.get(key)} on rank {rank}" for rank, told in by_rank.items())
+            for key in differing
+        )
+        raise ValueError(f"the ranks of an expert-parallel group must agree on every setting of Chunk MoE, but {told}")

@@ -1,0 +1,109 @@
+"""Activations of the expert FFN, each with its derivative: SwiGLU written out, any other callable through autograd.
+
+R rows, I expert intermediate, F what fc1 puts out (2I for SwiGLU).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+Pullback = Callable[[torch.Tensor], torch.Tensor]
+
+
+class SwiGLU:
+    """silu(gate) * up, with MindSpeed-MM's optional clamp; see `ops.cpu.swiglu`."""
+
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, ops: types.ModuleType, limit: float) -> None:
+        self._ops, self._limit = ops, limit
+
+    def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
+        return self._ops.swiglu(fc1_RF, self._limit)
+
+    def differentiate(self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Pullback]:
+        """The output `[R, I]`, and the function from its gradient to the gradient of `fc1_RF`."""
+        return self(fc1_RF), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit)
+
+
+class CustomActivation:
+    """A caller's activation, row by row from `[R, F]` to `[R, I]`; called again in the backward to be differentiated.
+
+    It must give the same output for the same rows each time. It runs under the autocast state of the layer's call, in
+    the backward too, and is not called without rows.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], device_type: str, width_out: int) -> None:
+        self._function, self._device_type, self._width_out = function, device_type, width_out
+        self._autocast = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        self.parameters = trainable_parameters(function)
+
+    def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
+        if fc1_RF.shape[0] == 0:
+            return fc1_RF.new_empty((0, self._width_out))
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+            return self._function(fc1_RF).to(fc1_RF.dtype)
+
+    def differentiate(self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Pullback]:
+        """As `SwiGLU.differentiate`; the function also adds the gradients of `parameters` to `totals`."""
+        if fc1_RF.shape[0] == 0:
+            return self(fc1_RF), lambda grad_RI: torch.empty_like(fc1_RF)
+        # its parameters as they are now: FSDP2 may have swapped them for others since the forward
+        parameters = trainable_parameters(self._function)
+        with torch.enable_grad():
+            leaf_RF = fc1_RF.detach().requires_grad_()
+            activated_RI = self(leaf_RF)
+
+        def pullback(grad_RI: torch.Tensor) -> torch.Tensor:
+            grad_RF, *grads = torch.autograd.grad(activated_RI, (leaf_RF, *parameters), grad_RI, materialize_grads=True)
+            for total, grad in zip(totals, grads, strict=True):
+                total.add_(grad)
+            return grad_RF
+
+        return activated_RI.detach(), pullback
+
+    def problem(self, probe_1F: torch.Tensor) -> str | None:
+        """What is wrong with the callable, found out with one row of zeros, or None."""
+        with torch.enable_grad():
+            out = self(probe_1F)
+        if out.shape != (1, self._width_out):
+            return (
+                f"activation: {tuple(probe_1F.shape)} became {tuple(out.shape)}: must become (1, {self._width_out}), "
+                "the rows that fc2 takes"
+            )
+        known = {id(parameter) for parameter in self.parameters}
+        if any(id(leaf) not in known for leaf in _leaves(out)):
+            return (
+                "activation: it uses a tensor that needs a gradient and is not a parameter of a module it belongs to: "
+                "the gradient would be lost; pass an nn.Module, or a method of one"
+            )
+        return None
+
+
+def trainable_parameters(function: Callable) -> tuple[nn.Parameter, ...]:
+    """Parameters that need a gradient, of a module, of the module a method is bound to, or of what a partial wraps."""
+    if isinstance(function, functools.partial):
+        return trainable_parameters(function.func)
+    module = function.__self__ if isinstance(function, types.MethodType) else function
+    if not isinstance(module, nn.Module):
+        return ()
+    return tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    leaves, seen, queue = [], set(), [tensor.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        queue.extend(parent for parent, _ in node.next_functions)
+    return leaves

@@ -1,0 +1,133 @@
+"""The plain dispatcher: permute, all-to-all, experts, all-to-all, unpermute, one after the other, through autograd.
+
+The baseline in losses and in time. It shares with Chunk MoE the exchange itself and the check of the arguments, and
+none of what Chunk MoE adds: no chunks, no plan, no schedule, no gradient written by hand.
+T tokens here, H hidden, K experts a token, R rows, E experts, L = E / ep experts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.dist import all_gather, all_to_all, group_rank, group_size
+from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
+from mindspeed_chunk.moe.reference import swiglu
+
+
+class AllToAllDispatcher:
+    """The plain dispatcher behind MindSpeed-MM's `ep_forward` arguments; see `ChunkMoEDispatcher` for what they are."""
+
+    def __init__(self, *, weight_layout: str = "LHF") -> None:
+        if weight_layout not in WEIGHT_LAYOUTS:
+            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
+        self.weight_layout = weight_layout
+
+    def __call__(
+        self,
+        num_experts: int,
+        routing_weights: torch.Tensor,
+        selected_experts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        fc1_weight: torch.Tensor,
+        fc2_weight: torch.Tensor,
+        ep_group: dist.ProcessGroup | None = None,
+        fused: bool = True,
+        swiglu_limit: float = 0.0,
+        ep_balance_strategy: object | None = None,
+        skip_moe_pad_tokens: bool = False,
+        seq_mask: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        arguments = Arguments(
+            num_experts=num_experts,
+            routing_weights=routing_weights,
+            selected_experts=selected_experts,
+            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
+            fc1=fc1_weight,
+            fc2=fc2_weight,
+            weight_layout=self.weight_layout,
+            group=ep_group,
+            swiglu_limit=swiglu_limit,
+            skip_pad=skip_moe_pad_tokens,
+            seq_mask=seq_mask,
+            activation=activation,
+        )
+        problem = arguments.problem()
+        if problem is not None:
+            raise ValueError(problem)
+        if activation is None:
+            activation = lambda fc1_RF: swiglu(fc1_RF, swiglu_limit)  # noqa: E731
+        x_TH, weight_TK, pad_T = arguments.x_TH, arguments.weight_TK(), arguments.pad_T()
+        sort_TK = selected_experts.to(torch.int64)
+        if pad_T is not None:
+            sort_TK = sort_TK.masked_fill(pad_T[:, None], num_experts)  # behind every expert, and not sent
+        order_R = sort_TK.flatten().argsort(stable=True)
+        counts_SE = self._gather_counts(sort_TK, num_experts, ep_group)
+        sent, received, counts_SL = _splits(counts_SE, group_rank(ep_group))
+        order_R = order_R[: sum(sent)]
+
+        token_R = order_R // sort_TK.shape[1]
+        arrived_RH = _Exchange.apply(x_TH[token_R].to(arguments.compute_dtype), sent, received, ep_group)
+        out_RH = self._experts(arrived_RH, counts_SL, fc1_weight, fc2_weight, activation)
+        back_RH = _Exchange.apply(out_RH, received, sent, ep_group).to(weight_TK.dtype)
+        weighted_RH = back_RH * weight_TK.flatten()[order_R, None]
+        out_TH = torch.zeros_like(x_TH, dtype=weight_TK.dtype).index_add(0, token_R, weighted_RH)
+        return out_TH if pad_T is None else torch.where(pad_T[:, None], x_TH, out_TH.to(x_TH.dtype))
+
+    @staticmethod
+    def _gather_counts(sort_TK: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None) -> list[list[int]]:
+        counts_E = torch.bincount(sort_TK.flatten(), minlength=num_experts)[:num_experts]
+        gathered_SE, work = all_gather(counts_E, group, "counts")
+        work.wait()
+        return HostCopy(gathered_SE, "counts").wait().tolist()
+
+    def _experts(
+        self,
+        arrived_RH: torch.Tensor,
+        counts_SL: list[list[int]],
+        fc1: torch.Tensor,
+        fc2: torch.Tensor,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Each local expert on its rows, which stand in (source, expert) order here and in the result."""
+        pieces = arrived_RH.split([n for counts in counts_SL for n in counts])
+        local = len(counts_SL[0])
+        outputs: list[torch.Tensor] = [arrived_RH] * len(pieces)
+        # one unbind, whose backward is one stack; indexing would make a full gradient an expert
+        for expert, (fc1_e, fc2_e) in enumerate(zip(fc1.unbind(0), fc2.unbind(0))):
+            if self.weight_layout == "LFH":
+                fc1_e, fc2_e = fc1_e.t(), fc2_e.t()
+            own = slice(expert, None, local)
+            rows_RH = activation(torch.cat(pieces[own]) @ fc1_e).to(arrived_RH.dtype) @ fc2_e
+            outputs[own] = rows_RH.split([counts[expert] for counts in counts_SL])
+        return torch.cat(outputs)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows, waited for at once; its gradient is the exchange the other way."""
+
+    @staticmethod
+    def forward(ctx, rows, send_splits, recv_splits, group):
+        ctx.splits, ctx.group = (recv_splits, send_splits), group
+        received, work = all_to_all(rows.contiguous(), send_splits, recv_splits, group, "forward")
+        work.wait()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx, grad):
+        received, work = all_to_all(grad.contiguous(), *ctx.splits, ctx.group, "backward")
+        work.wait()
+        return received, None, None, None
+
+
+def _splits(counts_SE: list[list[int]], rank: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """Rows to each rank, rows from each rank, and rows by source and local expert."""
+    ep = len(counts_SE)
+    local = len(counts_SE[0]) // ep
+    sent = [sum(counts_SE[rank][peer * local : (peer + 1) * local]) for peer in range(ep)]
+    counts_SL = [counts[rank * local : (rank + 1) * local] for counts in counts_SE]
+    return sent, [sum(counts) for counts in counts_SL], counts_SL

@@ -1,0 +1,127 @@
+"""The arguments of one layer call, as the host hands them over, and what can be wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.dist import group_size
+from mindspeed_chunk.moe.experts import Needs
+
+WEIGHT_LAYOUTS = ("LHF", "LFH")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """T tokens here, H hidden, K experts a token, L local experts, F what fc1 puts out, I what fc2 takes.
+
+    Attributes:
+        num_experts: E, over all ranks.
+        routing_weights: `[T, K]` or `[T, E]`.
+        selected_experts: `[T, K]`.
+        x_TH: the flattened hidden states.
+        fc1, fc2: `[L, H, F]` and `[L, I, H]`, or both transposed where `weight_layout` is "LFH".
+    """
+
+    num_experts: int
+    routing_weights: torch.Tensor
+    selected_experts: torch.Tensor
+    x_TH: torch.Tensor
+    fc1: torch.Tensor
+    fc2: torch.Tensor
+    weight_layout: str
+    group: dist.ProcessGroup | None
+    swiglu_limit: float
+    skip_pad: bool
+    seq_mask: torch.Tensor | None
+    activation: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The rows' dtype, or autocast's where that is on and applies (it leaves fp64 alone)."""
+        device_type = self.x_TH.device.type
+        if torch.is_autocast_enabled(device_type) and self.x_TH.dtype != torch.float64:
+            return torch.get_autocast_dtype(device_type)
+        return self.x_TH.dtype
+
+    @property
+    def fc1_width(self) -> int:
+        """F."""
+        return self.fc1.shape[2 if self.weight_layout == "LHF" else 1]
+
+    @property
+    def fc2_width(self) -> int:
+        """I, the width of the rows that fc2 takes."""
+        return self.fc2.shape[1 if self.weight_layout == "LHF" else 2]
+
+    def weight_TK(self) -> torch.Tensor:
+        if self.routing_weights.shape == self.selected_experts.shape:
+            return self.routing_weights
+        return self.routing_weights.gather(1, self.selected_experts.to(torch.int64))
+
+    def pad_T(self) -> torch.Tensor | None:
+        return self.seq_mask.reshape(-1) == 0 if self.skip_pad else None
+
+    def needs(self, activation_parameters: tuple[torch.Tensor, ...]) -> Needs:
+        if not torch.is_grad_enabled():
+            return Needs(False, False, False, False, False)
+        inputs = (self.x_TH, self.routing_weights, self.fc1, self.fc2)
+        return Needs(*(tensor.requires_grad for tensor in inputs), activation=bool(activation_parameters))
+
+    def problem(self) -> str | None:
+        """What is wrong, in one line, or None. Looks at shapes, dtypes and devices only."""
+        return self._routing_problem() or self._weights_problem() or self._mask_problem()
+
+    def _routing_problem(self) -> str | None:
+        index, weights = self.selected_experts, self.routing_weights
+        if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8) or not weights.is_floating_point():
+            return (
+                f"selected_experts, routing_weights: {index.dtype} and {weights.dtype}: must be integers and floating "
+                "point; are they in the right order?"
+            )
+        if index.dim() != 2 or index.shape[0] != self.x_TH.shape[0]:
+            return f"selected_experts: shape {tuple(index.shape)}: must be [T, K] with T = {self.x_TH.shape[0]} tokens"
+        if weights.shape not in (index.shape, (index.shape[0], self.num_experts)):
+            return (
+                f"routing_weights: shape {tuple(weights.shape)}: must be [T, K] = {tuple(index.shape)} or [T, E] = "
+                f"({index.shape[0]}, {self.num_experts})"
+            )
+        return None
+
+    def _weights_problem(self) -> str | None:
+        ep = group_size(self.group)
+        if self.num_experts % ep:
+            return (
+                f"num_experts: {self.num_experts}: must be divisible by the size of the expert-parallel group, {ep}; "
+                "change parallel.expert_parallel_size"
+            )
+        if self.fc1.dim() != 3 or self.fc2.dim() != 3:
+            return f"fc1_weight, fc2_weight: {self.fc1.dim()} and {self.fc2.dim()} dimensions: must be 3, experts first"
+        local, hidden = self.num_experts // ep, self.x_TH.shape[1]
+        width = self.fc2_width if self.activation is not None else self.fc1_width // 2
+        fc1, fc2 = (local, hidden, self.fc1_width), (local, width, hidden)
+        if self.weight_layout == "LFH":
+            fc1, fc2 = (local, self.fc1_width, hidden), (local, hidden, width)
+        if self.fc1.shape != fc1 or self.fc2.shape != fc2:
+            return (
+                f"fc1_weight, fc2_weight: shapes {tuple(self.fc1.shape)} and {tuple(self.fc2.shape)}: must be {fc1} and "
+                f"{fc2} for {local} local experts, hidden size {hidden} and weight layout {self.weight_layout}"
+            )
+        if self.compute_dtype == self.x_TH.dtype and not self.fc1.dtype == self.fc2.dtype == self.x_TH.dtype:
+            return (
+                f"fc1_weight, fc2_weight: {self.fc1.dtype} and {self.fc2.dtype}: must have the dtype of the rows, "
+                f"{self.x_TH.dtype}"
+            )
+        return None
+
+    def _mask_problem(self) -> str | None:
+        if self.skip_pad and self.seq_mask is None:
+            return "seq_mask: None: must be given where skip_moe_pad_tokens is on"
+        if self.skip_pad and self.seq_mask.numel() != self.x_TH.shape[0]:
+            return f"seq_mask: {self.seq_mask.numel()} values: must be one for each of the {self.x_TH.shape[0]} tokens"
+        if self.activation is not None and self.swiglu_limit > 0:
+            return "swiglu_limit: has no meaning beside an activation of your own; leave it 0"
+        return None

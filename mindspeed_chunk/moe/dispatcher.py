@@ -1,0 +1,243 @@
+"""The host's `ep_forward` argument list in, a tensor out: checks, agreement, plan, then the executor.
+
+T tokens here, H hidden, K experts a token, E experts, L = E / ep experts here, I expert intermediate, F what fc1 puts out.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk import ops
+from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.dist import agree, check_all_to_all, group_size
+from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
+from mindspeed_chunk.moe.executor import Call, ChunkMoEFunction
+from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
+
+
+def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids and router weights, whichever comes first: told apart by dtype, never by position.
+
+    Raises:
+        TypeError: if not exactly one of the two holds integers.
+    """
+    integer = [not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in (first, second)]
+    if integer[0] == integer[1]:
+        raise TypeError(
+            f"experts were called with {first.dtype} and {second.dtype}: one must hold expert ids (integers) and the "
+            "other router weights (floating point)"
+        )
+    return (first, second) if integer[0] else (second, first)
+
+
+class ChunkMoEDispatcher:
+    """Chunk MoE behind MindSpeed-MM's `ep_forward` arguments.
+
+    Args:
+        config: the settings, the same on every rank of the group.
+        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]` and
+            `[L, H, I]`, as transformers has them. Never guessed from shapes.
+    """
+
+    def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
+        if weight_layout not in WEIGHT_LAYOUTS:
+            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
+        self.config = config
+        self.weight_layout = weight_layout
+        # per group, what its ranks have agreed on of that which decides the size of a plan's gather
+        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+        self._probed: weakref.WeakSet = weakref.WeakSet()
+
+    def __call__(
+        self,
+        num_experts: int,
+        routing_weights: torch.Tensor,
+        selected_experts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        fc1_weight: torch.Tensor,
+        fc2_weight: torch.Tensor,
+        ep_group: dist.ProcessGroup | None = None,
+        fused: bool = True,
+        swiglu_limit: float = 0.0,
+        ep_balance_strategy: object | None = None,
+        skip_moe_pad_tokens: bool = False,
+        seq_mask: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Send every token to its experts and bring back the weighted sum of what they make of it.
+
+        Args:
+            num_experts: E, over all ranks.
+            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts`. Floating point.
+            selected_experts: `[T, K]`, integers in [0, E).
+            hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
+            fc1_weight, fc2_weight: the local experts', in the layout given to the constructor and the dtype of the rows.
+            ep_group: the expert-parallel ranks; None where all experts are here.
+            fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
+            swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
+            ep_balance_strategy: must be None.
+            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are, in their own dtype.
+            seq_mask: T values, 0 for padding.
+            activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
+
+        Returns:
+            `[T, H]`, in the dtype of `routing_weights` (of `hidden_states` with `skip_moe_pad_tokens`).
+
+        Raises:
+            ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
+                by the group's size, expert ids out of range, or ranks that differ in what must be equal.
+        """
+        if ep_balance_strategy is not None:
+            raise ValueError(
+                "features.enable_ep_balance: true: Chunk MoE does not support it; use dispatcher: alltoall"
+            )
+        arguments = Arguments(
+            num_experts=num_experts,
+            routing_weights=routing_weights,
+            selected_experts=selected_experts,
+            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
+            fc1=fc1_weight,
+            fc2=fc2_weight,
+            weight_layout=self.weight_layout,
+            group=ep_group,
+            swiglu_limit=swiglu_limit,
+            skip_pad=skip_moe_pad_tokens,
+            seq_mask=seq_mask,
+            activation=activation,
+        )
+        pending, tokens, route_TK = self._plan(arguments)
+        return self._run(arguments, pending, tokens, route_TK)
+
+    def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
+        """Check, agree, count, and launch the plan's gather. Every rank makes the same collectives, whatever it found."""
+        group, device, num_experts = arguments.group, arguments.x_TH.device, arguments.num_experts
+        error = self._problem(arguments)
+        settings = {} if error else self._settings(arguments)
+        if error and group_size(group) == 1:
+            raise ValueError(error)
+        self._agree_once(num_experts, settings, error, group, device)
+
+        num_tokens = 0 if error else arguments.x_TH.shape[0]
+        if self.config.moe_num_chunks == 0 and self.config.moe_chunk_size > 0:
+            chunk_size = self.config.moe_chunk_size
+            num_chunks = agree_num_chunks(num_tokens, chunk_size, group, device)
+        else:
+            num_chunks = max(1, self.config.moe_num_chunks)
+            chunk_size = -(-num_tokens // num_chunks)
+        tokens = chunk_slices(num_tokens, chunk_size, num_chunks)
+        if error:
+            route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
+            counts = torch.zeros(num_counts(num_chunks, num_experts), dtype=torch.int64, device=device)
+        else:
+            route_TK = route(arguments.selected_experts, num_experts, arguments.pad_T())
+            word = zlib.crc32(repr(settings).encode())
+            back_end = ops.resolve(self.config.chunk_moe_backend, device)
+            counts = back_end.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
+        pending = PendingPlan(
+            counts, tokens, num_experts, word, group, on_disagreement=lambda: agree(settings, error, group, device)
+        )
+        if error:
+            pending.wait()  # raises, on every rank
+        return pending, tokens, route_TK
+
+    def _run(
+        self, arguments: Arguments, pending: PendingPlan, tokens: tuple[slice, ...], route_TK: torch.Tensor
+    ) -> torch.Tensor:
+        activation = self._activation(arguments)
+        call = Call(
+            schedule=self.config.chunk_moe_schedule,
+            tokens=tokens,
+            group=arguments.group,
+            ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
+            activation=activation,
+            needs=arguments.needs(activation.parameters),
+            compute_dtype=arguments.compute_dtype,
+            transposed=self.weight_layout == "LFH",
+            keep_fc1=not self.config.chunk_moe_recompute,
+        )
+        out_TH = ChunkMoEFunction.apply(
+            call,
+            pending,
+            arguments.x_TH,
+            route_TK,
+            arguments.weight_TK(),
+            arguments.fc1,
+            arguments.fc2,
+            *activation.parameters,
+        )
+        pad_T = arguments.pad_T()
+        if pad_T is None:
+            return out_TH
+        return torch.where(pad_T[:, None], arguments.x_TH, out_TH.to(arguments.x_TH.dtype))
+
+    def _activation(self, arguments: Arguments) -> SwiGLU | CustomActivation:
+        device = arguments.x_TH.device
+        if arguments.activation is None:
+            return SwiGLU(ops.resolve(self.config.chunk_moe_backend, device), arguments.swiglu_limit)
+        return CustomActivation(arguments.activation, device.type, arguments.fc2_width)
+
+    def _problem(self, arguments: Arguments) -> str | None:
+        """What is wrong with a call on this rank, in one line, or None."""
+        error = arguments.problem()
+        if error is not None:
+            return error
+        try:
+            ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device)
+        except ValueError as refusal:
+            return str(refusal)
+        if arguments.activation is None:
+            return None
+        # a bound method is a new object each time it is looked up; what it is bound to stays
+        owner = getattr(arguments.activation, "__self__", arguments.activation)
+        if owner in self._probed:
+            return None
+        probe = torch.zeros((1, arguments.fc1_width), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
+        error = self._activation(arguments).problem(probe)
+        if error is None:
+            self._probed.add(owner)
+        return error
+
+    def _settings(self, arguments: Arguments) -> dict[str, object]:
+        """What must be equal on every rank of the group, or exchanges would not match."""
+        config, needs = self.config, arguments.needs(self._activation(arguments).parameters)
+        return {
+            "moe_num_chunks": config.moe_num_chunks,
+            "moe_chunk_size": config.moe_chunk_size,
+            "chunk_moe_schedule": config.chunk_moe_schedule,
+            "num_experts": arguments.num_experts,
+            "experts a token": arguments.selected_experts.shape[1],
+            "hidden size": arguments.x_TH.shape[1],
+            "dtype of the rows": arguments.compute_dtype,
+            "dtype of the router weights": arguments.routing_weights.dtype,
+            "needs a backward": needs.any,
+            "needs an input gradient": needs.input,
+        }
+
+    def _agree_once(
+        self,
+        num_experts: int,
+        settings: dict[str, object],
+        error: str | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """At the first call with this group and number of experts, check the wire and compare all settings.
+
+        Later calls compare a word of the plan's gather, whose size the settings compared here decide.
+        """
+        if group_size(group) == 1:
+            return
+        agreed = self._agreed.setdefault(group, set())
+        if num_experts in agreed:
+            return
+        if not agreed:
+            wire_error = check_all_to_all(group, device)
+            error = error or wire_error
+        agree(settings, error, group, device)
+        agreed.add(num_experts)

@@ -1,0 +1,302 @@
+"""Walks a schedule over one layer call, forward and backward, behind one `autograd.Function`.
+
+The only owner of buffers and work handles. A whole call is one Function, so that the early stop of a checkpoint can
+never end a recompute between two collectives. What the backward needs goes through `ctx.save_for_backward`, where
+checkpoint and offload hooks see it; `ctx` itself keeps host-side values only.
+
+T tokens, H hidden, K experts a token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here, W the
+width of a packed row (`packing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from mindspeed_chunk.dist import DONE, Work, all_to_all
+from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+from mindspeed_chunk.moe.experts import Experts, Needs, WeightOperands
+from mindspeed_chunk.moe.packing import packed_width, tail
+from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
+from mindspeed_chunk.moe.schedule import Action, build
+from mindspeed_chunk.observe import emit, listening
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer call is told beside its tensors. Holds none, so the backward may keep it.
+
+    Attributes:
+        schedule: name of the schedule, forward and backward.
+        tokens: each chunk's slice of the tokens.
+        compute_dtype: of the rows and the expert matmuls; differs from the inputs' under autocast only.
+        transposed: the weights are `[L, F, H]` and `[L, H, I]`.
+        keep_fc1: keep fc1's output for the backward, or compute it again there.
+    """
+
+    schedule: str
+    tokens: tuple[slice, ...]
+    group: dist.ProcessGroup | None
+    ops: types.ModuleType
+    activation: SwiGLU | CustomActivation
+    needs: Needs
+    compute_dtype: torch.dtype
+    transposed: bool
+    keep_fc1: bool
+
+    def experts(self, fc1: torch.Tensor, fc2: torch.Tensor) -> Experts:
+        fc1_LHF, fc2_LIH = (self.as_rows_times(weight.to(self.compute_dtype)) for weight in (fc1, fc2))
+        return Experts(self.ops, self.activation, fc1_LHF, fc2_LIH)
+
+    def as_rows_times(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight, or the total of its gradient, in the layout that rows are multiplied with from the left."""
+        return weight.transpose(1, 2) if self.transposed else weight
+
+
+@dataclass
+class _Chunk:
+    """What one chunk owns between its first action and its last.
+
+    Attributes:
+        send: rows to be sent, or on the wire: not to be written or freed until the wait on `work`.
+        received: where the rows on the wire arrive: not to be read until that wait.
+        operands: what the weight gradients wait for.
+        in_flight: dispatched, and its combine not launched.
+    """
+
+    send: torch.Tensor | None = None
+    received: torch.Tensor | None = None
+    work: Work = DONE
+    operands: WeightOperands | None = None
+    in_flight: bool = False
+
+    def arrived(self) -> torch.Tensor:
+        """Wait for the rows on the wire. The send buffer goes; the received rows become the caller's."""
+        self.work.wait()
+        received = self.received
+        self.work, self.send, self.received = DONE, None, None
+        return received
+
+    def owns_buffers(self) -> bool:
+        return any(owned is not None for owned in (self.send, self.received, self.operands))
+
+
+_METHODS = {
+    "P": "permute",
+    "D": "dispatch",
+    "E": "experts",
+    "C": "combine",
+    "W": "weight_grad",
+    "U": "unpermute",
+}
+
+
+class _Walk:
+    """A schedule walked from left to right; a subclass has the method of each kind of action."""
+
+    def __init__(self, call: Call, plan: PendingPlan | Sequence[ChunkPlan], top_k: int, *, backward: bool) -> None:
+        self._call, self._plan, self._top_k = call, plan, top_k
+        self._chunks = [_Chunk() for _ in call.tokens]
+        drop = ("" if call.needs.input else "CU") + ("" if call.needs.experts else "W")
+        self._schedule = build(call.schedule, len(call.tokens), backward=backward, drop=drop if backward else "")
+
+    def run(self) -> None:
+        for action in self._schedule:
+            with _profiled(action):
+                getattr(self, _METHODS[action.kind])(action.chunk)
+            if listening():
+                in_flight = sum(chunk.in_flight for chunk in self._chunks)
+                owners = sum(chunk.owns_buffers() for chunk in self._chunks)
+                emit("action", str(action), in_flight=in_flight, owners=owners)
+
+    def _chunk_plan(self, c: int) -> ChunkPlan:
+        # waits for the host copy the first time: whatever was queued until then did not need it
+        if isinstance(self._plan, PendingPlan):
+            self._plan = self._plan.wait()
+        return self._plan[c]
+
+    def dispatch(self, c: int) -> None:
+        plan, chunk = self._chunk_plan(c), self._chunks[c]
+        # rows of padded tokens stand last and are not sent
+        chunk.send = chunk.send[: plan.num_sent]
+        chunk.received, chunk.work = all_to_all(
+            chunk.send, plan.send_splits, plan.recv_splits, self._call.group, f"D{c}"
+        )
+        chunk.in_flight = True
+
+    def combine(self, c: int) -> None:
+        plan, chunk = self._chunk_plan(c), self._chunks[c]
+        num_rows = plan.num_tokens * self._top_k  # zeros where nothing was sent
+        chunk.received, chunk.work = all_to_all(
+            chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", tail=num_rows - plan.num_sent
+        )
+        chunk.in_flight = False
+
+
+class _Forward(_Walk):
+    def __init__(
+        self,
+        call: Call,
+        plan: PendingPlan,
+        x_TH: torch.Tensor,
+        route_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        experts: Experts,
+    ) -> None:
+        super().__init__(call, plan, weight_TK.shape[1], backward=False)
+        self._x_TH, self._route_TK, self._weight_TK, self._experts = x_TH, route_TK, weight_TK, experts
+        self._orders: list[torch.Tensor] = []
+        self.out_TH = weight_TK.new_empty(x_TH.shape)
+        self.saved: list[torch.Tensor] = []
+
+    @property
+    def plan(self) -> Sequence[ChunkPlan]:
+        return self._plan
+
+    def permute(self, c: int) -> None:
+        tokens = self._call.tokens[c]
+        self._chunks[c].send, order_R = self._call.ops.permute(self._x_TH[tokens], self._route_TK[tokens])
+        self._orders.append(order_R)
+
+    def experts(self, c: int) -> None:
+        plan, chunk, ops = self._chunk_plan(c), self._chunks[c], self._call.ops
+        rows_RH = ops.regroup(chunk.arrived(), plan.counts)
+        out_RH, fc1_RF = self._experts.forward(rows_RH, plan.rows_per_expert)
+        if self._call.needs.any:
+            self.saved += [self._orders[c], rows_RH, *([fc1_RF] if self._call.keep_fc1 else [])]
+        chunk.send = ops.regroup_backward(out_RH, plan.counts)
+
+    def unpermute(self, c: int) -> None:
+        tokens, received_RH = self._call.tokens[c], self._chunks[c].arrived()
+        self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self._orders[c], self._weight_TK[tokens])
+
+
+class _Backward(_Walk):
+    def __init__(
+        self,
+        call: Call,
+        plan: Sequence[ChunkPlan],
+        grad_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        fc1: torch.Tensor,
+        fc2: torch.Tensor,
+        saved: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(call, plan, weight_TK.shape[1], backward=True)
+        needs, self._grad_TH, self._weight_TK, self._saved = call.needs, grad_TH, weight_TK, saved
+        self._hidden = grad_TH.shape[1]
+        self._back_hidden = self._hidden if needs.rows else 0
+        self._experts = call.experts(fc1, fc2)
+        self.x_grad_TH = grad_TH.new_empty(grad_TH.shape, dtype=call.compute_dtype) if needs.rows else None
+        self.weight_grad_TK = (
+            torch.empty_like(weight_TK, memory_format=torch.contiguous_format) if needs.weights else None
+        )
+        self.fc1_total = _total(fc1) if needs.fc1 else None
+        self.fc2_total = _total(fc2) if needs.fc2 else None
+        self.activation_totals = [torch.zeros_like(parameter) for parameter in call.activation.parameters]
+
+    def permute(self, c: int) -> None:
+        tokens, ops = self._call.tokens[c], self._call.ops
+        order_R, _, _ = self._saved_of(c)
+        grad_TH = self._grad_TH[tokens]
+        width = packed_width(self._hidden, self._call.compute_dtype)
+        packed_TW = grad_TH.new_empty((grad_TH.shape[0], width), dtype=self._call.compute_dtype)
+        packed_TW[:, : self._hidden] = grad_TH
+        packed_RW = ops.unpermute_backward(packed_TW, order_R, self._top_k)
+        tail(packed_RW, self._hidden, self._weight_TK.dtype).copy_(self._weight_TK[tokens].reshape(-1)[order_R])
+        self._chunks[c].send = packed_RW
+
+    def experts(self, c: int) -> None:
+        plan, chunk, call = self._chunk_plan(c), self._chunks[c], self._call
+        _, rows_RH, fc1_RF = self._saved_of(c)
+        packed_RW = call.ops.regroup(chunk.arrived(), plan.counts)
+        back_RW = packed_RW.new_empty((rows_RH.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
+        chunk.operands = self._experts.input_grad(
+            packed_RW[:, : self._hidden],
+            tail(packed_RW, self._hidden, self._weight_TK.dtype),
+            rows_RH,
+            fc1_RF,
+            plan.rows_per_expert,
+            call.needs,
+            self.activation_totals,
+            out_rows_RH=back_RW[:, : self._back_hidden],
+            out_weight_R=tail(back_RW, self._back_hidden, self._weight_TK.dtype),
+        )
+        if call.needs.input:
+            chunk.send = call.ops.regroup_backward(back_RW, plan.counts)
+        else:
+            chunk.in_flight = False
+
+    def weight_grad(self, c: int) -> None:
+        chunk, call = self._chunks[c], self._call
+        totals = (None if total is None else call.as_rows_times(total) for total in (self.fc1_total, self.fc2_total))
+        self._experts.weight_grad(chunk.operands, *totals)
+        chunk.operands = None
+
+    def unpermute(self, c: int) -> None:
+        tokens, received_RW = self._call.tokens[c], self._chunks[c].arrived()
+        order_R, _, _ = self._saved_of(c)
+        if self.x_grad_TH is not None:
+            grad_TW = self._call.ops.permute_backward(received_RW, order_R, self._top_k)
+            self.x_grad_TH[tokens] = grad_TW[:, : self._hidden]
+        if self.weight_grad_TK is not None:
+            weight_grad_R = tail(received_RW, self._back_hidden, self._weight_TK.dtype)
+            self.weight_grad_TK[tokens].view(-1)[order_R] = weight_grad_R
+
+    def _saved_of(self, c: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The order of the chunk's rows, the rows at the experts, and fc1's output if it was kept."""
+        if self._call.keep_fc1:
+            return tuple(self._saved[3 * c : 3 * c + 3])
+        return (*self._saved[2 * c : 2 * c + 2], None)
+
+
+class ChunkMoEFunction(torch.autograd.Function):
+    """One layer call: `(call, plan, x_TH, route_TK, weight_TK, fc1, fc2, *activation parameters) -> out_TH`.
+
+    The output has the dtype of `weight_TK`. Every rank takes part in every exchange whatever it received; a rank or
+    chunk without rows contributes zero gradients, never `None`.
+    """
+
+    @staticmethod
+    def forward(ctx, call, pending, x_TH, route_TK, weight_TK, fc1, fc2, *activation_parameters):
+        with torch.autocast(x_TH.device.type, enabled=False):
+            x_TH = x_TH.to(call.compute_dtype)
+            walk = _Forward(call, pending, x_TH, route_TK, weight_TK, call.experts(fc1, fc2))
+            walk.run()
+        ctx.call, ctx.plan = call, walk.plan
+        # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
+        ctx.save_for_backward(weight_TK, fc1, fc2, *walk.saved)
+        return walk.out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TH):
+        call = ctx.call
+        weight_TK, fc1, fc2, *saved = ctx.saved_tensors
+        with torch.autocast(grad_TH.device.type, enabled=False):
+            walk = _Backward(call, ctx.plan, grad_TH, weight_TK, fc1, fc2, saved)
+            walk.run()
+        weight_grads = [
+            None if total is None else total.to(weight.dtype)
+            for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
+        ]
+        return None, None, walk.x_grad_TH, None, walk.weight_grad_TK, *weight_grads, *walk.activation_totals
+
+
+def _total(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros to sum a weight's gradient in, over all chunks: fp32 for a narrower weight."""
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    return torch.zeros(weight.shape, dtype=torch.float32 if narrow else weight.dtype, device=weight.device)
+
+
+def _profiled(action: Action) -> contextlib.AbstractContextManager:
+    """A profiler range named like the action, while a profiler runs."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"chunkmoe::{action}")
+    return contextlib.nullcontext()

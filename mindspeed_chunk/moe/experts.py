@@ -1,0 +1,125 @@
+"""The expert FFN of one chunk: forward, input gradient, weight gradients.
+
+R rows here, H hidden, I expert intermediate, F what fc1 puts out (2I for SwiGLU), L experts here.
+
+With y = b @ fc2, b = activation(x @ fc1), and a token's output sum_k w_k y_k, let g be the gradient of the token's
+output. Then the gradient of y is w g and that of w is g . y = g . (b @ fc2) = b . (g @ fc2^T): the router's gradient
+falls out of the expert's backward, from the unweighted g, and neither y nor a division by w is needed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a layer call has to deliver."""
+
+    rows: bool
+    weights: bool
+    fc1: bool
+    fc2: bool
+    activation: bool
+
+    @property
+    def any(self) -> bool:
+        return self.input or self.experts
+
+    @property
+    def input(self) -> bool:
+        """Something travels back to the tokens."""
+        return self.rows or self.weights
+
+    @property
+    def experts(self) -> bool:
+        return self.fc1 or self.fc2 or self.activation
+
+
+@dataclass(frozen=True)
+class WeightOperands:
+    """What the weight gradients of one chunk are made of: fc1's is rows^T grad_fc1, fc2's is activated^T grad_rows."""
+
+    rows_RH: torch.Tensor
+    grad_fc1_RF: torch.Tensor | None
+    activated_RI: torch.Tensor | None
+    grad_rows_RH: torch.Tensor
+    rows_per_expert: Sequence[int]
+
+
+class Experts:
+    """The local experts of one layer call, over one back end."""
+
+    def __init__(
+        self,
+        ops: types.ModuleType,
+        activation: SwiGLU | CustomActivation,
+        fc1_LHF: torch.Tensor,
+        fc2_LIH: torch.Tensor,
+    ) -> None:
+        self._ops, self._activation, self._fc1_LHF, self._fc2_LIH = ops, activation, fc1_LHF, fc2_LIH
+
+    def forward(self, rows_RH: torch.Tensor, rows_per_expert: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' output `[R, H]`, and fc1's `[R, F]`, which the backward wants."""
+        fc1_RF = self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
+        return self._ops.grouped_mm(self._activation(fc1_RF), self._fc2_LIH, rows_per_expert), fc1_RF
+
+    def input_grad(
+        self,
+        grad_rows_RH: torch.Tensor,
+        weight_R: torch.Tensor,
+        rows_RH: torch.Tensor,
+        fc1_RF: torch.Tensor | None,
+        rows_per_expert: Sequence[int],
+        needs: Needs,
+        activation_totals: Sequence[torch.Tensor],
+        out_rows_RH: torch.Tensor | None,
+        out_weight_R: torch.Tensor | None,
+    ) -> WeightOperands:
+        """Write the gradients of the rows and of their router weights; return what the weight gradients need.
+
+        Args:
+            grad_rows_RH: gradients of the tokens' outputs, one a row, not yet weighted.
+            weight_R: the router weight of each row, in the router's dtype.
+            fc1_RF: as `forward` returned it, or None to compute it again from `rows_RH`.
+            activation_totals: the activation's parameter gradients are added to these.
+            out_rows_RH, out_weight_R: where the results go; used if `needs` has them.
+        """
+        if fc1_RF is None:
+            fc1_RF = self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
+        activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals)
+        grad_fc1_RF = None
+        if needs.input or needs.fc1 or needs.activation:
+            grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), rows_per_expert)
+            if needs.weights:
+                out_weight_R.copy_(_row_dot(activated_RI, grad_RI))
+            grad_fc1_RF = pullback(grad_RI.mul_(weight_R[:, None]))
+        if needs.rows:
+            self._ops.grouped_mm(grad_fc1_RF, self._fc1_LHF.transpose(1, 2), rows_per_expert, out=out_rows_RH)
+        # w goes to the narrower factor of (w b)^T g = b^T (w g)
+        scaled_RI = (activated_RI * weight_R[:, None]).to(activated_RI.dtype) if needs.fc2 else None
+        return WeightOperands(rows_RH, grad_fc1_RF if needs.fc1 else None, scaled_RI, grad_rows_RH, rows_per_expert)
+
+    def weight_grad(
+        self, operands: WeightOperands, fc1_total_LHF: torch.Tensor | None, fc2_total_LIH: torch.Tensor | None
+    ) -> None:
+        """Add one chunk's weight gradients to the totals."""
+        if fc1_total_LHF is not None:
+            self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.rows_per_expert, fc1_total_LHF)
+        if fc2_total_LIH is not None:
+            self._ops.grouped_mm_wgrad(
+                operands.activated_RI, operands.grad_rows_RH, operands.rows_per_expert, fc2_total_LIH
+            )
+
+
+def _row_dot(left_RI: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:
+    """The dot product of each pair of rows, `[R]`, summed in fp32 where the rows are narrower."""
+    if left_RI.dtype in (torch.bfloat16, torch.float16):
+        left_RI, right_RI = left_RI.float(), right_RI.float()
+    return (left_RI * right_RI).sum(-1)

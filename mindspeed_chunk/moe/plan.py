@@ -1,0 +1,152 @@
+"""The plan of one layer call: who sends how many rows to whom, for all chunks, from one gather and one host copy.
+
+T tokens here, K experts a token, N chunks, E experts, L = E / ep experts here, ep ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.dist import all_gather, all_reduce_max, group_rank, group_size
+
+# Columns beside the E experts: ids below 0, ids of E and above, and padded tokens.
+_EXTRA_COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """One chunk's part. All figures come from the gathered counts, never from a local shape.
+
+    Attributes:
+        tokens: the chunk's slice of this rank's tokens.
+        send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine brings them back.
+        recv_splits: rows from each rank, `[ep]`.
+        counts: rows by source rank and local expert, `[ep][L]`.
+        rows_per_expert: their sum over the sources, `[L]`.
+    """
+
+    tokens: slice
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    rows_per_expert: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_splits)
+
+
+def chunk_slices(num_tokens: int, chunk_size: int, num_chunks: int) -> tuple[slice, ...]:
+    """`num_chunks` contiguous slices of at most `chunk_size` tokens; the last ones may be short or empty."""
+    starts = [min(c * chunk_size, num_tokens) for c in range(num_chunks + 1)]
+    return tuple(map(slice, starts[:-1], starts[1:]))
+
+
+def agree_num_chunks(num_tokens: int, chunk_size: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """Chunks that the rank with the most tokens needs: one tiny all-reduce and one host copy."""
+    needed = max(1, -(-num_tokens // chunk_size))
+    if group_size(group) == 1:
+        return needed
+    wanted = torch.tensor([needed], dtype=torch.int64, device=device)
+    return int(HostCopy(all_reduce_max(wanted, group, "num_chunks"), "num_chunks").wait().item())
+
+
+def route(index_TK: torch.Tensor, num_experts: int, pad_T: torch.Tensor | None) -> torch.Tensor:
+    """Expert ids as the permutation and the counts use them, `[T, K]` int64.
+
+    Ids out of range become -1 or E, to be refused when the plan is read; a padded token gets the sentinel E + 1, which
+    sorts behind every expert and is not sent.
+
+    Args:
+        pad_T: True where a token is padding, or None.
+    """
+    route_TK = index_TK.to(torch.int64).clamp(-1, num_experts)
+    return route_TK if pad_T is None else route_TK.masked_fill(pad_T[:, None], num_experts + 1)
+
+
+def num_counts(num_chunks: int, num_experts: int) -> int:
+    """Counts that a rank contributes to a plan."""
+    return num_chunks * (num_experts + _EXTRA_COLUMNS)
+
+
+def count_keys(route_TK: torch.Tensor, tokens: tuple[slice, ...], num_experts: int) -> torch.Tensor:
+    """Which of the `num_counts` counts each (token, k) pair belongs to, `[T, K]`."""
+    # chunks are of one size but for the end: a division, not a repeat_interleave, which would read its size off the device
+    chunk_T = torch.arange(route_TK.shape[0], device=route_TK.device) // max(1, tokens[0].stop)
+    return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
+
+
+class PendingPlan:
+    """A plan whose gather is on its way; `wait()` reads it, once.
+
+    The row each rank contributes is `[N * (E + 3) + 1]` int64: the counts of every chunk and a word that stands for the
+    rank's settings (see `dispatcher.py`), negative for a rank that was called with invalid arguments.
+    """
+
+    def __init__(
+        self,
+        counts: torch.Tensor,
+        tokens: tuple[slice, ...],
+        num_experts: int,
+        word: int,
+        group: dist.ProcessGroup | None,
+        on_disagreement: Callable[[], None],
+    ) -> None:
+        """Launch the gather.
+
+        Args:
+            counts: of the keys of `count_keys`, int64 `[num_counts]`.
+            on_disagreement: called on every rank when the words differ or one is negative; must raise.
+        """
+        self._tokens, self._num_experts, self._group = tokens, num_experts, group
+        self._on_disagreement = on_disagreement
+        self._gathered, self._work = all_gather(torch.cat([counts, counts.new_full((1,), word)]), group, "plan")
+        self._plan: tuple[ChunkPlan, ...] | None = None
+
+    def wait(self) -> tuple[ChunkPlan, ...]:
+        """The plan of every chunk.
+
+        Raises:
+            ValueError: on every rank, if a rank's settings differ or an expert id is out of range.
+        """
+        if self._plan is None:
+            self._work.wait()
+            self._plan = self._read(HostCopy(self._gathered, "plan").wait())
+            del self._gathered, self._work
+        return self._plan
+
+    def _read(self, gathered: torch.Tensor) -> tuple[ChunkPlan, ...]:
+        ep, num_experts = gathered.shape[0], self._num_experts
+        words = gathered[:, -1].tolist()
+        if len(set(words)) > 1 or words[0] < 0:
+            self._on_disagreement()
+        columns = num_experts + _EXTRA_COLUMNS
+        counts_RNE = gathered[:, :-1].view(ep, len(self._tokens), columns)
+        invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
+        if any(invalid):
+            ranks = range(ep) if self._group is None else dist.get_process_group_ranks(self._group)
+            told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid) if n)
+            raise ValueError(
+                f"selected_experts: {told} of the ids are outside [0, {num_experts}), the experts there are"
+            )
+        counts_RNE = counts_RNE[:, :, 1 : num_experts + 1]
+        local = num_experts // ep
+        rank = group_rank(self._group)
+        sent_NR = counts_RNE[rank].reshape(-1, ep, local).sum(2).tolist()
+        here_NRL = counts_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
+        received_NR, per_expert_NL, here = here_NRL.sum(2).tolist(), here_NRL.sum(1).tolist(), here_NRL.tolist()
+        return tuple(
+            ChunkPlan(tokens, tuple(sent), tuple(received), tuple(map(tuple, counts)), tuple(per_expert))
+            for tokens, sent, received, counts, per_expert in zip(
+                self._tokens, sent_NR, received_NR, here, per_expert_NL, strict=True
+            )
+        )

@@ -1,0 +1,217 @@
+"""Schedules of a chunked MoE layer, as data: build, print, parse, validate, simulate. No tensor in here.
+
+A schedule is a tuple of actions, run from left to right by one rank's compute queue. Per chunk c:
+
+    Pc  permute: rows into expert order
+    Dc  dispatch: launch the all-to-all towards the experts
+    Ec  experts: wait for Dc, then the expert FFN (in the backward: the gradient of its input)
+    Cc  combine: launch the all-to-all back
+    Wc  the experts' weight gradients (backward only; needs nothing from the wire, so it hides Cc)
+    Uc  unpermute: wait for Cc, then rows back into token order
+
+The text form reads back: "P0 D0 P1 D1 E0 C0 ...". The executor runs the same actions and profiler ranges carry the
+same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+KINDS = "PDECWU"
+SCHEDULES = ("rolling", "pair")
+
+
+class Action(NamedTuple):
+    """One step on one chunk. `kind` is one of `KINDS`."""
+
+    kind: str
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.chunk}"
+
+
+Schedule = tuple[Action, ...]
+
+
+def build(name: str, num_chunks: int, *, backward: bool = False, drop: str = "") -> Schedule:
+    """The schedule `name` for `num_chunks` chunks.
+
+    * "rolling": chunk c+1 is dispatched before the experts of chunk c run, through to the end. Only the first
+      dispatch and the last combine have nothing to hide behind.
+    * "pair": two chunks overlap with each other, then the next two; nothing overlaps across pairs.
+
+    Args:
+        backward: with the weight gradients W, each after the launch of the C that it hides.
+        drop: kinds left out, such as "CU" in a backward whose input needs no gradient.
+
+    Raises:
+        ValueError: for an unknown name or a number of chunks below 1.
+    """
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks: {num_chunks}: a schedule has at least one chunk")
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: {name!r}: must be one of {', '.join(SCHEDULES)}")
+    text = (_rolling if name == "rolling" else _pair)(num_chunks)
+    dropped = drop if backward else drop + "W"
+    return tuple(action for action in map(_parse_action, text) if action.kind not in dropped)
+
+
+def _rolling(num_chunks: int) -> Iterable[str]:
+    yield from ("P0", "D0")
+    for c in range(num_chunks):
+        if c + 1 < num_chunks:
+            yield from (f"P{c + 1}", f"D{c + 1}")
+        yield from (f"E{c}", f"C{c}", f"W{c}")
+        if c > 0:
+            yield f"U{c - 1}"
+    yield f"U{num_chunks - 1}"
+
+
+def _pair(num_chunks: int) -> Iterable[str]:
+    for first in range(0, num_chunks, 2):
+        chunks = range(first, min(first + 2, num_chunks))
+        yield from (f"P{c}" for c in chunks)
+        yield from (f"D{c}" for c in chunks)
+        for c in chunks:
+            yield from (f"E{c}", f"C{c}")
+        yield from (f"W{c}" for c in chunks)
+        yield from (f"U{c}" for c in chunks)
+
+
+def render(schedule: Schedule) -> str:
+    return " ".join(map(str, schedule))
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that `render` would print as `text`.
+
+    Raises:
+        ValueError: naming the word that is not an action.
+    """
+    return tuple(map(_parse_action, text.split()))
+
+
+def _parse_action(word: str) -> Action:
+    if word[:1] not in KINDS or not word[1:].isdecimal():
+        raise ValueError(f"{word!r} is not an action: expected one of {KINDS} and a chunk number, such as D0")
+    return Action(word[0], int(word[1:]))
+
+
+def collectives(schedule: Schedule) -> Schedule:
+    """The all-to-alls of a schedule in launch order. It must be the same on every rank of a group."""
+    return tuple(action for action in schedule if action.kind in "DC")
+
+
+def residency(schedule: Schedule) -> list[tuple[int, int]]:
+    """After each action: chunks whose dispatch is launched and whose combine is not, and chunks that own buffers.
+
+    A chunk owns buffers from its first action to its last.
+    """
+    last = {action.chunk: position for position, action in enumerate(schedule)}
+    in_flight: set[int] = set()
+    owners: set[int] = set()
+    trace = []
+    for position, (kind, chunk) in enumerate(schedule):
+        owners.add(chunk)
+        if kind == "D":
+            in_flight.add(chunk)
+        # without a combine (nothing to send back) the experts end the flight
+        if kind == "C" or (kind == "E" and Action("C", chunk) not in schedule[position:]):
+            in_flight.discard(chunk)
+        if last[chunk] == position:
+            owners.discard(chunk)
+        trace.append((len(in_flight), len(owners)))
+    return trace
+
+
+def validate(schedule: Schedule, *, max_in_flight: int = 2, max_owners: int = 3) -> None:
+    """Check that a schedule can run and stays within its memory.
+
+    Raises:
+        ValueError: if an action stands twice, chunks are not numbered from 0, chunks differ in their actions, an
+            action stands before one it needs (P, D, E, then C and W, C before U), the all-to-alls of a kind are not in
+            chunk order, or more than `max_in_flight` chunks are between D and C or more than `max_owners` own buffers.
+    """
+    where = {action: position for position, action in enumerate(schedule)}
+    if len(where) != len(schedule):
+        twice = next(action for position, action in enumerate(schedule) if where[action] != position)
+        raise ValueError(f"{twice} stands twice")
+    chunks = sorted({action.chunk for action in schedule})
+    if not chunks or chunks != list(range(len(chunks))):
+        raise ValueError(f"chunks must be numbered from 0 without gaps, got {chunks}")
+    kinds = {action.kind for action in schedule}
+    for action in (Action(kind, chunk) for chunk in chunks for kind in kinds):
+        if action not in where:
+            raise ValueError(f"{action} is missing")
+    for before, after in ("PD", "DE", "EC", "EW", "CU"):
+        if {before, after} <= kinds:
+            for chunk in chunks:
+                if where[Action(before, chunk)] > where[Action(after, chunk)]:
+                    raise ValueError(f"{after}{chunk} stands before {before}{chunk}")
+    for kind in "DC":
+        order = [action.chunk for action in schedule if action.kind == kind]
+        if order != sorted(order):
+            raise ValueError(f"the all-to-alls {kind} are not in chunk order: {order}")
+    for position, (in_flight, owners) in enumerate(residency(schedule)):
+        if in_flight > max_in_flight:
+            raise ValueError(
+                f"after {schedule[position]}, {in_flight} chunks are between D and C, over {max_in_flight}"
+            )
+        if owners > max_owners:
+            raise ValueError(f"after {schedule[position]}, {owners} chunks own buffers, over {max_owners}")
+
+
+class Span(NamedTuple):
+    """When an action ran, in the unit of the costs. For D and C: when its rows were on the wire."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """What a simulated schedule did: spans in order of start, and the end of the last one."""
+
+    spans: tuple[Span, ...]
+    total: float
+
+    def _sum(self, kinds: str) -> float:
+        return sum(span.end - span.start for span in self.spans if span.action.kind in kinds)
+
+    @property
+    def communication(self) -> float:
+        return self._sum("DC")
+
+    @property
+    def exposed(self) -> float:
+        """Time in which the compute queue stood still for the wire."""
+        return self.total - self._sum("PEWU")
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the communication that ran behind computation; 1 where there is none."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+
+def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> Timeline:
+    """Run a schedule against costs, with one compute queue and one communication queue, both first in, first out.
+
+    An all-to-all starts when its launch is reached and the wire is free; a launch itself costs nothing. E waits for its
+    D and U for its C.
+    """
+    compute = wire = 0.0
+    arrival: dict[Action, float] = {}
+    spans = []
+    for action in schedule:
+        if action.kind in "DC":
+            start = max(compute, wire)
+            wire = arrival[action] = start + cost(action)
+            spans.append(Span(action, start, wire))
+        else:
+            awaited = {"E": "D", "U": "C"}.get(action.kind)
+            start = max(compute, arrival.get(Action(awaited, action.chunk), 0.0)) if awaited else compute
+            compute = start + cost(action)
+            spans.append(Span(action, start, compute))
+    return Timeline(tuple(sorted(spans, key=lambda span: span.start)), max(compute, wire))

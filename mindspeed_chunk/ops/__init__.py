@@ -1,0 +1,45 @@
+"""The kernels of a chunked MoE layer, one module a back end, and the choice between them.
+
+A back end is a module with these functions (`cpu.py` says what each takes and returns):
+
+    count, permute, permute_backward, unpermute, unpermute_backward, regroup, regroup_backward,
+    grouped_mm, grouped_mm_wgrad, swiglu, swiglu_backward
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+
+BACK_ENDS = ("cpu", "cuda", "npu")
+AVAILABLE = ("cpu",)
+
+_logger = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def resolve(name: str, device: torch.device) -> ModuleType:
+    """The back end called `name`, or with "auto" the one for `device`; an automatic choice is logged once.
+
+    Raises:
+        ValueError: for a name that is none, a back end that this version does not have, or one for another device.
+    """
+    if name not in ("auto", *BACK_ENDS):
+        raise ValueError(f"chunk_moe_backend: {name!r}: must be one of auto, {', '.join(BACK_ENDS)}")
+    chosen = device.type if name == "auto" else name
+    if chosen not in AVAILABLE:
+        raise ValueError(
+            f"chunk_moe_backend: {name!r}: this version has no back end for {chosen} (it has: {', '.join(AVAILABLE)}); "
+            "run the model on one of these devices"
+        )
+    if chosen != device.type:
+        raise ValueError(
+            f"chunk_moe_backend: {name!r}: the tensors are on {device.type}; use auto, or move the model to {chosen}"
+        )
+    if name == "auto" and chosen not in _told:
+        _told.add(chosen)
+        _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)
+    return importlib.import_module(f"{__name__}.{chosen}")

@@ -1,0 +1,130 @@
+"""The CPU back end: plain torch, one `mm` an expert, every operation with its backward as a plain function.
+
+R rows routed, T tokens, K experts a token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here.
+`counts` are Python integers, and every row that is only moved is moved bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+Counts = Sequence[Sequence[int]]
+
+
+def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Occurrences of each integer in [0, num_bins): int64 `[num_bins]`."""
+    return torch.bincount(keys.reshape(-1), minlength=num_bins)
+
+
+def permute(x_TH: torch.Tensor, route_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token K times, in order of expert id, ties in token order.
+
+    Returns:
+        `[T * K, H]` rows, and int64 `[T * K]`: which of the T * K (token, k) pairs each row is.
+    """
+    order_R = torch.sort(route_TK.reshape(-1), stable=True).indices
+    return x_TH.index_select(0, order_R // route_TK.shape[1]), order_R
+
+
+def permute_backward(grad_RH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The sum of each token's K gradient rows, `[T, H]`."""
+    return F.embedding_bag(_inverse(order_R).view(-1, top_k), grad_RH, mode="sum")
+
+
+def unpermute(rows_RH: torch.Tensor, order_R: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's K rows, weighted, in the dtype of the weights: `[T, H]`."""
+    return F.embedding_bag(
+        _inverse(order_R).view(weight_TK.shape),
+        rows_RH.to(weight_TK.dtype),
+        mode="sum",
+        per_sample_weights=weight_TK.contiguous(),
+    )
+
+
+def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The gradient of each row before its weight is applied, `[T * K, H]`: w times this is the gradient of the row."""
+    return grad_TH.index_select(0, order_R // top_k)
+
+
+def regroup(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
+    """From (source, expert) order, as rows arrive, to (expert, source) order, as experts want them.
+
+    Where the two are the same this is `rows_RH` itself.
+    """
+    if len(counts_SL) == 1 or len(counts_SL[0]) == 1:
+        return rows_RH
+    pieces = rows_RH.split([n for counts in counts_SL for n in counts])
+    experts = len(counts_SL[0])
+    return torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]])
+
+
+def regroup_backward(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
+    """The way back: from (expert, source) order to (source, expert) order."""
+    return regroup(rows_RH, list(zip(*counts_SL)))
+
+
+def grouped_mm(
+    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, rows_per_expert: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each expert's rows times its weight: `[R, F]`, into `out` where one is given (its rows may be strided)."""
+    if out is None:
+        out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
+    start = 0
+    for weight_HF, n in zip(weight_LHF.unbind(0), rows_per_expert):
+        if n:
+            torch.mm(rows_RH[start : start + n], weight_HF, out=out[start : start + n])
+        start += n
+    return out
+
+
+def grouped_mm_wgrad(
+    rows_RH: torch.Tensor, grad_RF: torch.Tensor, rows_per_expert: Sequence[int], total_LHF: torch.Tensor
+) -> None:
+    """Add each expert's rows^T times gradient rows to `total_LHF`, which may be of a wider dtype, or transposed."""
+    start = 0
+    for total_HF, n in zip(total_LHF.unbind(0), rows_per_expert):
+        if n:
+            rows_HR, grad_nF = rows_RH[start : start + n].t(), grad_RF[start : start + n]
+            if total_HF.dtype == rows_HR.dtype:
+                total_HF.addmm_(rows_HR, grad_nF)
+            else:
+                total_HF.add_(rows_HR @ grad_nF)
+        start += n
+
+
+def swiglu(fc1_RF: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(gate) * up of `[R, 2I]` = (gate, up): `[R, I]`.
+
+    Args:
+        limit: where positive, gate is clamped from above and up on both sides first, as MindSpeed-MM does.
+    """
+    gate_RI, up_RI = _gate_up(fc1_RF, limit)
+    return F.silu(gate_RI).mul_(up_RI)
+
+
+def swiglu_backward(grad_RI: torch.Tensor, fc1_RF: torch.Tensor, limit: float) -> torch.Tensor:
+    """The gradient of `swiglu`'s input, `[R, 2I]`."""
+    gate_RI, up_RI = _gate_up(fc1_RF, limit)
+    grad_RF = torch.empty_like(fc1_RF)
+    grad_gate_RI, grad_up_RI = grad_RF.chunk(2, dim=-1)
+    torch.mul(grad_RI, F.silu(gate_RI), out=grad_up_RI)
+    torch.ops.aten.silu_backward.grad_input(grad_RI * up_RI, gate_RI, grad_input=grad_gate_RI)
+    if limit > 0:
+        raw_gate_RI, raw_up_RI = fc1_RF.chunk(2, dim=-1)
+        grad_gate_RI.masked_fill_(raw_gate_RI > limit, 0)
+        grad_up_RI.masked_fill_(raw_up_RI.abs() > limit, 0)
+    return grad_RF
+
+
+def _gate_up(fc1_RF: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_RI, up_RI = fc1_RF.chunk(2, dim=-1)
+    return (gate_RI.clamp(max=limit), up_RI.clamp(-limit, limit)) if limit > 0 else (gate_RI, up_RI)
+
+
+def _inverse(order_R: torch.Tensor) -> torch.Tensor:
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+    return inverse_R
