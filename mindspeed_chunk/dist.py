@@ -41,7 +41,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> tuple[torch.Tensor, Work]:
-    """Launch a gather of equally sized contiguous tensors `[n]`; the result is `[ranks, n]`, readable after `wait()`."""
+    """Launch a gather of contiguous tensors of one size `[n]`; the result is `[ranks, n]`, readable after `wait()`."""
     if group_size(group) == 1:
         return local.view(1, -1), DONE
     gathered = local.new_empty(group_size(group) * local.numel())  # gloo wants it flat
@@ -135,7 +135,10 @@ def agree(
     work.wait()
     texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered.cpu()]
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    by_rank = {rank: dict(line.partition("=")[::2] for line in text.split("\n")) for rank, text in zip(ranks, texts)}
+    by_rank = {
+        rank: dict(line.partition("=")[::2] for line in text.split("\n"))
+        for rank, text in zip(ranks, texts, strict=True)
+    }
 
     errors = {rank: told["error"] for rank, told in by_rank.items() if "error" in told}
     if errors:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_chunk.device import HostCopy
-from mindspeed_chunk.dist import all_gather, all_to_all, group_rank, group_size
+from mindspeed_chunk.dist import all_gather, all_to_all, group_rank
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.reference import swiglu
 
@@ -98,7 +98,7 @@ class AllToAllDispatcher:
         local = len(counts_SL[0])
         outputs: list[torch.Tensor] = [arrived_RH] * len(pieces)
         # one unbind, whose backward is one stack; indexing would make a full gradient an expert
-        for expert, (fc1_e, fc2_e) in enumerate(zip(fc1.unbind(0), fc2.unbind(0))):
+        for expert, (fc1_e, fc2_e) in enumerate(zip(fc1.unbind(0), fc2.unbind(0), strict=True)):
             if self.weight_layout == "LFH":
                 fc1_e, fc2_e = fc1_e.t(), fc2_e.t()
             own = slice(expert, None, local)

@@ -107,8 +107,8 @@ class Arguments:
             fc1, fc2 = (local, self.fc1_width, hidden), (local, hidden, width)
         if self.fc1.shape != fc1 or self.fc2.shape != fc2:
             return (
-                f"fc1_weight, fc2_weight: shapes {tuple(self.fc1.shape)} and {tuple(self.fc2.shape)}: must be {fc1} and "
-                f"{fc2} for {local} local experts, hidden size {hidden} and weight layout {self.weight_layout}"
+                f"fc1_weight, fc2_weight: shapes {tuple(self.fc1.shape)} and {tuple(self.fc2.shape)}: must be {fc1} "
+                f"and {fc2} for {local} local experts, hidden size {hidden} and weight layout {self.weight_layout}"
             )
         if self.compute_dtype == self.x_TH.dtype and not self.fc1.dtype == self.fc2.dtype == self.x_TH.dtype:
             return (

@@ -1,6 +1,7 @@
 """The host's `ep_forward` argument list in, a tensor out: checks, agreement, plan, then the executor.
 
-T tokens here, H hidden, K experts a token, E experts, L = E / ep experts here, I expert intermediate, F what fc1 puts out.
+T tokens here, H hidden, K experts a token, E experts, L = E / ep experts here, I expert intermediate, F what fc1
+puts out.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ChunkMoEDispatcher:
 
     Args:
         config: the settings, the same on every rank of the group.
-        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]` and
-            `[L, H, I]`, as transformers has them. Never guessed from shapes.
+        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]`
+            and `[L, H, I]`, as transformers has them. Never guessed from shapes.
     """
 
     def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
@@ -77,7 +78,7 @@ class ChunkMoEDispatcher:
             routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts`. Floating point.
             selected_experts: `[T, K]`, integers in [0, E).
             hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
-            fc1_weight, fc2_weight: the local experts', in the layout given to the constructor and the dtype of the rows.
+            fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
             ep_group: the expert-parallel ranks; None where all experts are here.
             fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
             swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
@@ -94,9 +95,7 @@ class ChunkMoEDispatcher:
                 by the group's size, expert ids out of range, or ranks that differ in what must be equal.
         """
         if ep_balance_strategy is not None:
-            raise ValueError(
-                "features.enable_ep_balance: true: Chunk MoE does not support it; use dispatcher: alltoall"
-            )
+            raise ValueError("features.enable_ep_balance: true: Chunk MoE has no such thing; use dispatcher: alltoall")
         arguments = Arguments(
             num_experts=num_experts,
             routing_weights=routing_weights,
@@ -115,7 +114,7 @@ class ChunkMoEDispatcher:
         return self._run(arguments, pending, tokens, route_TK)
 
     def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
-        """Check, agree, count, and launch the plan's gather. Every rank makes the same collectives, whatever it found."""
+        """Check, agree, count, and launch the plan's gather: the same collectives on every rank, whatever it found."""
         group, device, num_experts = arguments.group, arguments.x_TH.device, arguments.num_experts
         error = self._problem(arguments)
         settings = {} if error else self._settings(arguments)

@@ -194,9 +194,7 @@ class _Backward(_Walk):
         self._back_hidden = self._hidden if needs.rows else 0
         self._experts = call.experts(fc1, fc2)
         self.x_grad_TH = grad_TH.new_empty(grad_TH.shape, dtype=call.compute_dtype) if needs.rows else None
-        self.weight_grad_TK = (
-            torch.empty_like(weight_TK, memory_format=torch.contiguous_format) if needs.weights else None
-        )
+        self.weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
         self.fc1_total = _total(fc1) if needs.fc1 else None
         self.fc2_total = _total(fc2) if needs.fc2 else None
         self.activation_totals = [torch.zeros_like(parameter) for parameter in call.activation.parameters]

@@ -80,7 +80,7 @@ def num_counts(num_chunks: int, num_experts: int) -> int:
 
 def count_keys(route_TK: torch.Tensor, tokens: tuple[slice, ...], num_experts: int) -> torch.Tensor:
     """Which of the `num_counts` counts each (token, k) pair belongs to, `[T, K]`."""
-    # chunks are of one size but for the end: a division, not a repeat_interleave, which would read its size off the device
+    # chunks are of one size but for the end: a division, where repeat_interleave would read its size off the device
     chunk_T = torch.arange(route_TK.shape[0], device=route_TK.device) // max(1, tokens[0].stop)
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
@@ -134,10 +134,8 @@ class PendingPlan:
         invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             ranks = range(ep) if self._group is None else dist.get_process_group_ranks(self._group)
-            told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid) if n)
-            raise ValueError(
-                f"selected_experts: {told} of the ids are outside [0, {num_experts}), the experts there are"
-            )
+            told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
+            raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
         counts_RNE = counts_RNE[:, :, 1 : num_experts + 1]
         local = num_experts // ep
         rank = group_rank(self._group)

@@ -63,7 +63,7 @@ def regroup(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
 
 def regroup_backward(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
     """The way back: from (expert, source) order to (source, expert) order."""
-    return regroup(rows_RH, list(zip(*counts_SL)))
+    return regroup(rows_RH, list(zip(*counts_SL, strict=True)))
 
 
 def grouped_mm(
@@ -73,7 +73,7 @@ def grouped_mm(
     if out is None:
         out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
     start = 0
-    for weight_HF, n in zip(weight_LHF.unbind(0), rows_per_expert):
+    for weight_HF, n in zip(weight_LHF.unbind(0), rows_per_expert, strict=True):
         if n:
             torch.mm(rows_RH[start : start + n], weight_HF, out=out[start : start + n])
         start += n
@@ -85,7 +85,7 @@ def grouped_mm_wgrad(
 ) -> None:
     """Add each expert's rows^T times gradient rows to `total_LHF`, which may be of a wider dtype, or transposed."""
     start = 0
-    for total_HF, n in zip(total_LHF.unbind(0), rows_per_expert):
+    for total_HF, n in zip(total_LHF.unbind(0), rows_per_expert, strict=True):
         if n:
             rows_HR, grad_nF = rows_RH[start : start + n].t(), grad_RF[start : start + n]
             if total_HF.dtype == rows_HR.dtype:
