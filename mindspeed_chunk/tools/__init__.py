@@ -1,0 +1,1 @@
+"""Command-line tools: `python -m mindspeed_chunk.tools.bench`."""
