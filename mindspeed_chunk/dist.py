@@ -6,6 +6,7 @@ inside a collective all of them take part in: a rank that raises by itself is a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -150,3 +151,14 @@ def agree(
             for key in differing
         )
         raise ValueError(f"the ranks of an expert-parallel group must agree on every setting of Chunk MoE, but {told}")
+
+
+def destroy() -> None:
+    """Leave all process groups, once gloo's threads have let go of what they carried.
+
+    On torch 2.7 a thread that has just finished an exchange may hold the last reference to its tensors, needs the
+    interpreter's lock to release them, and is joined by a destructor that holds that lock: a hang at exit (seen with 4
+    ranks on 2 cores). There is nothing to wait on, so the lock is left to them for a moment.
+    """
+    time.sleep(0.1)
+    dist.destroy_process_group()

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.tools.link import LinkError, limited_link
@@ -97,7 +98,7 @@ def _rank_main(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         _report(options, times)
     dist.barrier()
-    dist.destroy_process_group()
+    destroy()
 
 
 def _dispatcher(case: str) -> AllToAllDispatcher | ChunkMoEDispatcher:

@@ -1,0 +1,320 @@
+"""The layer on one rank against the reference: values, gradients, dtypes, frozen inputs, autocast, checkpointing."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from layer import Case, Layer, ScaledGate, check, distance
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+
+F64 = Case()
+
+
+@pytest.fixture(autouse=True)
+def fresh_buffers_hold_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", ["rolling", "pair"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_matches_the_reference(dtype, schedule, recompute):
+    for chunks, layout in itertools.product((1, 2, 3, 5), ("LHF", "LFH")):
+        check(Case(chunks=chunks, layout=layout, dtype=dtype, schedule=schedule, recompute=recompute))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": 0.5},
+        {"padded": True},
+        {"padded": True, "router_dtype": torch.float32, "dtype": torch.bfloat16},
+        {"dense_weights": True},
+        {"activation": "module"},
+        {"activation": "module", "recompute": True, "frozen": ("activation",)},
+        {"router_dtype": torch.float32, "dtype": torch.bfloat16},
+        {"router_dtype": torch.float64, "dtype": torch.float32, "hidden": 7},
+        {"tokens": (3,), "chunks": 8},
+        {"tokens": (7,), "top_k": 1, "routing": "first"},
+        {"tokens": (7,), "top_k": 1, "routing": "last"},
+        {"tokens": (0,)},
+        {"tokens": (1,), "chunks": 4},
+        {"chunk_size": 4, "chunks": 0},
+        {"chunk_size": 100, "chunks": 0},
+        {"chunk_size": 0, "chunks": 0},
+        {"experts": 1, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_matches_the_reference_when(change):
+    check(Case(**{"chunks": 3, **change}))
+
+
+@pytest.mark.parametrize("frozen", [f for n in range(5) for f in itertools.combinations(("x", "weight", "fc1", "fc2"), n)])
+def test_frozen_inputs_alone_and_together(frozen):
+    for recompute, activation in itertools.product((False, True), (None, "module")):
+        case = Case(chunks=3, frozen=frozen, recompute=recompute, activation=activation)
+        check(case)
+        if activation:
+            check(Case(chunks=3, frozen=(*frozen, "activation"), recompute=recompute, activation=activation))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_moe_recompute": True}, {"chunk_moe_schedule": "pair"}], ids=str)
+@pytest.mark.parametrize("limit", [0.0, 0.3])
+def test_gradcheck(options, limit):
+    layer = Layer(Case(tokens=(5,), hidden=4, intermediate=3, experts=4, top_k=2))
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2, **options))
+
+    def function(x, weight, fc1, fc2):
+        return dispatcher(4, weight, layer.index, x, fc1, fc2, swiglu_limit=limit)
+
+    inputs = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.fc1_EHF, layer.fc2_EIH)]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_gradcheck_of_activation_parameters():
+    layer = Layer(Case(tokens=(5,), hidden=4, intermediate=3, experts=4, top_k=2))
+    activation = ScaledGate(torch.float64)
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2))
+
+    def function(x, weight, *parameters):
+        return dispatcher(4, weight, layer.index, x, layer.fc1_EHF, layer.fc2_EIH, activation=activation)
+
+    inputs = [layer.x.clone().requires_grad_(), layer.weight.clone().requires_grad_(), *activation.parameters()]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_no_grad_and_inference_mode_give_the_same_output():
+    layer = Layer(Case(chunks=3))
+    expected = layer.fast()["out"]
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+        assert not out.requires_grad and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, lambda out: out.t().contiguous().sum(), lambda out: out[:, ::2].sum()])
+def test_expanded_and_strided_incoming_gradients(reduce):
+    layer = Layer(Case(chunks=3))
+    dispatcher = ChunkMoEDispatcher(layer.case.config())
+    tensors = {"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH}
+    fast, plain = layer.leaves(tensors), layer.leaves(tensors)
+    reduce(layer.call(dispatcher, fast)).backward()
+    from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+
+    reduce(layer.call(AllToAllDispatcher(), plain)).backward()
+    errors = distance({n: t.grad for n, t in fast.items()}, {n: t.grad for n, t in plain.items()})
+    assert max(errors.values()) < 1e-12
+
+
+def test_non_contiguous_inputs():
+    layer = Layer(Case(chunks=2))
+    expected = layer.fast()
+    layer.x = layer.x.t().contiguous().t()
+    layer.weight = layer.weight.t().contiguous().t()
+    layer.index = layer.index.t().contiguous().t()
+    assert max(distance(layer.fast(), expected).values()) == 0
+
+
+def test_int32_ids():
+    layer = Layer(Case(chunks=2))
+    expected = layer.fast()
+    layer.index = layer.index.to(torch.int32)
+    assert max(distance(layer.fast(), expected).values()) == 0
+
+
+def test_chunks_change_no_row_that_is_only_moved():
+    """An expert that copies its input and weights of one: tokens come back bit for bit, times K."""
+    layer = Layer(Case(hidden=6, intermediate=6, top_k=1, dtype=torch.float32))
+    eye = torch.eye(6).repeat(8, 1, 1)
+    fc1 = torch.cat([torch.zeros_like(eye), eye], dim=2)
+    for chunks in (1, 2, 3, 13):
+        out = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=chunks))(
+            8, torch.ones(13, 1), layer.index, layer.x, fc1, eye, activation=lambda fc1_RF: fc1_RF[:, 6:]
+        )
+        assert torch.equal(out, layer.x)
+
+
+def test_number_of_chunks_changes_nothing_but_the_order_of_sums():
+    for recompute in (False, True):
+        one = Layer(Case(chunks=1, dtype=torch.float32, recompute=recompute)).fast()
+        four = Layer(Case(chunks=4, dtype=torch.float32, recompute=recompute)).fast()
+        # a token's rows do not depend on its chunk; the weights' gradients are sums over chunks
+        for name in ("out", "weight"):
+            assert distance({name: four[name]}, {name: one[name]})[name] < 1e-6
+        assert max(distance(four, one).values()) < 1e-5
+
+
+def test_recompute_of_experts_is_bit_equal():
+    for activation in (None, "module"):
+        keep, again = (Layer(Case(chunks=3, recompute=r, activation=activation)).fast() for r in (False, True))
+        assert max(distance(again, keep).values()) == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", [None, "module"])
+def test_autocast(recompute, activation):
+    """fp32 inputs under bf16 autocast: gradients keep their dtypes, and the backward works outside of the context."""
+    layer = Layer(Case(chunks=3, dtype=torch.float32, recompute=recompute, activation=activation))
+    expected = layer.fast()
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+    assert out.dtype == torch.float32
+    out.backward(layer.grad)
+    assert {t.grad.dtype for t in leaves.values()} == {torch.float32}
+    errors = distance(layer._results(out, leaves), expected)
+    assert 0 < max(errors.values()) < 3e-2, errors
+
+
+def test_autocast_state_of_an_activation_is_restored_in_the_backward():
+    seen = []
+
+    def activation(fc1_RF):
+        if fc1_RF.shape[0] > 1:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return fc1_RF.chunk(2, dim=-1)[0].tanh()
+
+    layer = Layer(Case(tokens=(40,), chunks=2, dtype=torch.float32))
+    x = layer.x.clone().requires_grad_()
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2, chunk_moe_recompute=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = dispatcher(8, layer.weight, layer.index, x, layer.fc1_EHF, layer.fc2_EIH, activation=activation)
+    assert not torch.is_autocast_enabled("cpu")
+    out.sum().backward()
+    assert seen == [(True, torch.bfloat16)] * 4  # two chunks, forward and backward
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant):
+    for recompute in (False, True):
+        layer = Layer(Case(chunks=3, recompute=recompute))
+        expected = layer.fast()
+        leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+        dispatcher = ChunkMoEDispatcher(layer.case.config())
+        out = checkpoint(
+            lambda x, d=dispatcher, t=leaves, own=layer: own.call(d, {**t, "x": x}), leaves["x"], use_reentrant=reentrant
+        )
+        out.backward(layer.grad)
+        assert max(distance(layer._results(out, leaves), expected).values()) == 0
+
+
+def test_backward_twice_with_a_retained_graph():
+    for recompute, activation in itertools.product((False, True), (None, "module")):
+        layer = Layer(Case(chunks=3, recompute=recompute, activation=activation))
+        leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+        out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+        first = torch.autograd.grad(out, list(leaves.values()), layer.grad, retain_graph=True)
+        second = torch.autograd.grad(out, list(leaves.values()), layer.grad)
+        assert all(map(torch.equal, first, second))
+
+
+def test_activation_as_a_method_and_in_a_partial():
+    import functools
+
+    layer = Layer(Case(chunks=2, activation="module"))
+    expected = layer.fast()
+    module = layer.activation
+    for activation in (module.forward, functools.partial(module), functools.partial(module.forward)):
+        module.zero_grad(set_to_none=True)
+        leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+        layer.activation = activation
+        layer.call(ChunkMoEDispatcher(layer.case.config()), leaves).backward(layer.grad)
+        got = torch.cat([p.grad.flatten() for p in module.parameters()])
+        assert torch.equal(got, expected["activation"])
+        layer.activation = module
+
+
+def run(layer: Layer, **change):
+    arguments = {
+        "num_experts": layer.case.experts,
+        "routing_weights": layer.weight,
+        "selected_experts": layer.index,
+        "hidden_states": layer.x,
+        "fc1_weight": layer.fc1_EHF,
+        "fc2_weight": layer.fc2_EIH,
+    }
+    return ChunkMoEDispatcher(layer.case.config())(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda a: {"routing_weights": a.index, "selected_experts": a.weight}, "in the right order"),
+        (lambda a: {"selected_experts": a.index[:-1]}, r"must be \[T, K\] with T = 13"),
+        (lambda a: {"routing_weights": a.weight[:, :2]}, r"must be \[T, K\] = \(13, 3\) or \[T, E\] = \(13, 8\)"),
+        (lambda a: {"fc1_weight": a.fc1_EHF.transpose(1, 2)}, "weight layout LHF"),
+        (lambda a: {"fc2_weight": a.fc2_EIH[:4]}, "8 local experts"),
+        (lambda a: {"fc2_weight": a.fc2_EIH[0]}, "must be 3, experts first"),
+        (lambda a: {"fc1_weight": a.fc1_EHF.float()}, "must have the dtype of the rows"),
+        (lambda a: {"skip_moe_pad_tokens": True}, "seq_mask: None"),
+        (lambda a: {"skip_moe_pad_tokens": True, "seq_mask": torch.ones(3)}, "one for each of the 13 tokens"),
+        (lambda a: {"ep_balance_strategy": object()}, "enable_ep_balance"),
+        (lambda a: {"activation": lambda fc1: fc1}, r"must become \(1, 7\)"),
+        (lambda a: {"activation": ScaledGate(torch.float64), "swiglu_limit": 1.0}, "no meaning beside an activation"),
+        (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, 8)}, r"outside \[0, 8\)"),
+        (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, -1)}, r"outside \[0, 8\)"),
+        (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, 2**40)}, r"outside \[0, 8\)"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    layer = Layer(Case(chunks=2))
+    with pytest.raises(ValueError, match=message) as caught:
+        run(layer, **change(layer))
+    assert "\n" not in str(caught.value)
+    run(layer)  # nothing is left behind that would spoil the next call
+
+
+def test_an_activation_that_hides_a_parameter_is_refused():
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="gradient would be lost"):
+        run(Layer(Case(chunks=2)), activation=lambda fc1: fc1.chunk(2, -1)[0] * scale)
+
+
+def test_padding_may_hold_any_id():
+    """Routers do not care what a padded token's ids are."""
+    layer = Layer(Case(chunks=3, padded=True))
+    expected = layer.fast()
+    layer.index = layer.index.masked_fill(layer.mask[:, None] == 0, 99)
+    assert max(distance(layer.fast(), expected).values()) == 0
+
+
+def test_back_ends_that_are_not_there_say_so():
+    layer = Layer(Case(chunks=2))
+    for name in ("cuda", "npu"):
+        config = ChunkMoEConfig(moe_num_chunks=2, chunk_moe_backend=name)
+        with pytest.raises(ValueError, match=f"no back end for {name}"):
+            layer.fast(ChunkMoEDispatcher(config))
+
+
+def test_weight_layout_is_checked():
+    with pytest.raises(ValueError, match="must be one of LHF, LFH"):
+        ChunkMoEDispatcher(ChunkMoEConfig(), weight_layout="HLF")
+
+
+def test_ids_and_weights_are_told_apart_by_dtype():
+    index, weight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    assert order_routing(index, weight) == (index, weight)
+    assert order_routing(weight, index) == (index, weight)
+    for pair in ((index, index), (weight, weight), (weight, weight.bool())):
+        with pytest.raises(TypeError, match="one must hold expert ids"):
+            order_routing(*pair)
+
+
+def test_a_dispatcher_outlives_changing_shapes():
+    """No shape is cached: T changes from call to call, the experts' own sizes too."""
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=3))
+    for tokens, hidden in ((8, 10), (3, 10), (8, 6), (0, 6), (29, 10)):
+        layer = Layer(Case(chunks=3, tokens=(tokens,), hidden=hidden))
+        assert max(distance(layer.fast(dispatcher), layer.reference()).values()) < 1e-12
+
+
+def test_dispatcher_can_be_copied():
+    copy.deepcopy(ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=3)))
