@@ -1,0 +1,150 @@
+"""What a layer call keeps, where it keeps it, and that it lets go of it."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from layer import Case, Layer, distance
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+
+
+def leaves_of(layer):
+    return layer.leaves(
+        {"x": layer.x, "weight": layer.weight, "fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
+    )
+
+
+def saved_bytes(tensors, leaves):
+    """Bytes of the distinct storages among `tensors` that are not a leaf's."""
+    own = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for pointer, size in found.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_exactly_the_rows_fc1s_output_and_the_order_are_kept(chunks):
+    for recompute in (False, True):
+        case = Case(chunks=chunks, recompute=recompute, dtype=torch.float32)
+        layer, saved = Layer(case), []
+        leaves = leaves_of(layer)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved: kept.append(t) or t, lambda t: t):
+            layer.call(ChunkMoEDispatcher(case.config()), leaves)
+        rows = case.tokens[0] * case.top_k
+        columns = case.hidden + (0 if recompute else 2 * case.intermediate)
+        assert saved_bytes(saved, leaves) == rows * columns * 4 + rows * 8  # no combine output among it
+
+
+def test_nothing_is_kept_on_the_graph_but_through_saved_tensors():
+    """Checkpoint and offload hooks see every tensor: each is swapped for a copy, and no other stays alive."""
+    for activation in (None, "module"):
+        layer = Layer(Case(chunks=3, activation=activation))
+        expected = layer.fast()
+        leaves, alive = leaves_of(layer), []
+
+        def pack(tensor, alive=alive, leaves=leaves):
+            if not any(tensor.data_ptr() == leaf.data_ptr() for leaf in leaves.values()):
+                alive.append(weakref.ref(tensor.untyped_storage()))
+                alive.append(weakref.ref(tensor))
+            return tensor.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+        gc.collect()
+        assert alive and not any(reference() is not None for reference in alive)
+        node = out.grad_fn
+        for value in (*vars(node).values(), *vars(node.call).values()):
+            assert not isinstance(value, torch.Tensor)
+        out.backward(layer.grad)
+        assert max(distance(layer._results(out, leaves), expected).values()) == 0
+
+
+def test_the_weights_themselves_are_kept_not_a_copy():
+    """A cast or transposed copy would survive FSDP2's reshard."""
+    for layout, autocast in (("LHF", False), ("LFH", False), ("LFH", True)):
+        layer, saved = Layer(Case(chunks=2, layout=layout, dtype=torch.float32)), []
+        leaves = leaves_of(layer)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved: kept.append(t) or t, lambda t: t),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+        ):
+            layer.call(ChunkMoEDispatcher(layer.case.config(), weight_layout=layout), leaves)
+        pointers = [t.data_ptr() for t in saved]
+        assert leaves["fc1"].data_ptr() in pointers and leaves["fc2"].data_ptr() in pointers
+        sizes = {t.numel() for t in saved if t.data_ptr() not in {leaf.data_ptr() for leaf in leaves.values()}}
+        assert not sizes & {leaves["fc1"].numel(), leaves["fc2"].numel()}
+
+
+def count_saved(rank, world_size, cases):
+    counts = []
+    for case in cases:
+        layer, saved = Layer(case, rank, world_size), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved: kept.append(t) or t, lambda t: t):
+            layer.call(ChunkMoEDispatcher(case.config()), leaves_of(layer), dist.group.WORLD)
+        counts.append(len(saved))
+    return counts
+
+
+def test_every_rank_saves_the_same_number_of_tensors_whatever_it_received():
+    cases = [
+        Case(chunks=3, recompute=recompute, **change)
+        for recompute in (False, True)
+        for change in ({"routing": "one_rank"}, {"tokens": (9, 0)}, {"tokens": (1, 2)}, {"padded": True})
+    ]
+    first, second = run_ranks(count_saved, 2, cases)
+    assert first == second
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def run_50_steps(rank, world_size, recompute, blockwise):
+    """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves."""
+    case = Case(
+        chunks=3, recompute=recompute, dtype=torch.float32, tokens=(512,), hidden=96, intermediate=64, experts=4, top_k=2
+    )
+    layer = Layer(case, rank, world_size)
+    leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(case.config())
+    group = dist.group.WORLD if world_size > 1 else None
+
+    def block(x):
+        return layer.call(dispatcher, {**leaves, "x": x}, group)
+
+    for step in range(50):
+        if step == 10:
+            gc.collect()
+            before = resident_bytes()
+        out = checkpoint(block, leaves["x"], use_reentrant=False) if blockwise else block(leaves["x"])
+        out.backward(layer.grad)
+        for leaf in leaves.values():
+            leaf.grad = None
+    gc.collect()
+    saved = 512 * 2 * (96 + 128) * 4
+    return (resident_bytes() - before) / saved
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
+@pytest.mark.parametrize("recompute, blockwise", [(False, True), (True, True), (False, False)])
+def test_memory_is_flat_over_50_steps(recompute, blockwise):
+    """A leak of what a step saves, or of a send buffer of it, would be 40 or 10 units."""
+    for growth in run_ranks(run_50_steps, 2, recompute, blockwise, fill_nan=False):
+        assert growth < 5, growth
+
+
+def test_import_touches_no_device_and_no_process_group():
+    code = (
+        "import mindspeed_chunk.moe.dispatcher, mindspeed_chunk.moe.alltoall, mindspeed_chunk.ops.cpu, torch, os\n"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+        "child = os.fork()\n"
+        "if child == 0: torch.ones(3).sum(); os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

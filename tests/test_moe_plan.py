@@ -1,0 +1,141 @@
+"""Plans: what each rank derives from the gathered counts, against counting by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+
+from mindspeed_chunk.moe.plan import (
+    PendingPlan,
+    agree_num_chunks,
+    chunk_slices,
+    count_keys,
+    num_counts,
+    route,
+)
+from mindspeed_chunk.observe import observe
+from mindspeed_chunk.ops import cpu
+
+
+@pytest.mark.parametrize(
+    "tokens, size, chunks, expected",
+    [
+        (7, 3, 3, [(0, 3), (3, 6), (6, 7)]),
+        (2, 1, 4, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        (0, 0, 2, [(0, 0), (0, 0)]),
+        (5, 100, 1, [(0, 5)]),
+        (5, 2, 5, [(0, 2), (2, 4), (4, 5), (5, 5), (5, 5)]),
+    ],
+)
+def test_chunks_are_contiguous_slices_of_at_most_the_size(tokens, size, chunks, expected):
+    assert [(s.start, s.stop) for s in chunk_slices(tokens, size, chunks)] == expected
+
+
+def test_route_marks_what_is_out_of_range_and_what_is_padding():
+    index = torch.tensor([[0, 3], [-7, 4], [99, 2]], dtype=torch.int32)
+    assert route(index, 4, None).tolist() == [[0, 3], [-1, 4], [4, 2]]
+    assert route(index, 4, torch.tensor([False, True, True])).tolist() == [[0, 3], [5, 5], [5, 5]]
+
+
+def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
+    route_TK = route(index_TK, num_experts, pad_T)
+    tokens = chunk_slices(len(index_TK), -(-len(index_TK) // num_chunks), num_chunks)
+    counts = cpu.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
+    assert counts.dtype == torch.int64
+    return PendingPlan(counts, tokens, num_experts, word, group, on_disagreement)
+
+
+def inputs_of(rank, tokens, num_experts, top_k):
+    generator = torch.Generator().manual_seed(rank)
+    index = torch.rand(tokens[rank], num_experts, generator=generator).topk(top_k).indices
+    return index, torch.rand(tokens[rank], generator=generator) < 0.3
+
+
+def check_plans(rank, world_size, chunks):
+    return [check_plan(rank, world_size, num_chunks) for num_chunks in chunks]
+
+
+def check_plan(rank, world_size, num_chunks):
+    num_experts, top_k, tokens = 8, 3, (11, 4, 0, 7)[:world_size]
+    local = num_experts // world_size
+    everybody = [inputs_of(r, tokens, num_experts, top_k) for r in range(world_size)]
+    with observe() as events:
+        plan = plan_of(*everybody[rank], num_chunks, num_experts, dist.group.WORLD).wait()
+    assert [(e.kind, e.name) for e in events] == [("all_gather", "plan"), ("host_copy", "plan")]
+
+    def rows(source, chunk, expert):
+        index, pad = everybody[source]
+        size = -(-tokens[source] // num_chunks)
+        part = slice(chunk * size, (chunk + 1) * size)
+        return int((index[part][~pad[part]] == expert).sum())
+
+    for c, chunk in enumerate(plan):
+        mine = range(rank * local, (rank + 1) * local)
+        assert chunk.send_splits == tuple(
+            sum(rows(rank, c, e) for e in range(peer * local, (peer + 1) * local)) for peer in range(world_size)
+        )
+        assert chunk.counts == tuple(tuple(rows(source, c, e) for e in mine) for source in range(world_size))
+        assert chunk.recv_splits == tuple(map(sum, chunk.counts))
+        assert chunk.rows_per_expert == tuple(map(sum, zip(*chunk.counts, strict=True)))
+        assert chunk.num_sent == sum(chunk.send_splits)
+    return [(chunk.send_splits, chunk.recv_splits) for chunk in plan]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plan_is_what_counting_by_hand_gives(ranks):
+    by_rank = run_ranks(check_plans, ranks, (1, 3))
+    for plans in zip(*by_rank, strict=True):
+        for c in range(len(plans[0])):
+            sent, received = ([plan[c][i] for plan in plans] for i in (0, 1))
+            assert sent == [tuple(column) for column in zip(*received, strict=True)]  # from a to b, as b from a
+
+
+def test_plan_without_a_group_needs_no_process_group():
+    index, pad = inputs_of(0, (11,), 8, 3)
+    with observe() as events:
+        (chunk,) = plan_of(index, pad, 1, 8).wait()
+    assert [e.kind for e in events] == ["host_copy"]
+    assert chunk.send_splits == chunk.recv_splits == (int((~pad).sum()) * 3,)
+
+
+def test_plan_is_read_once():
+    index, pad = inputs_of(0, (11,), 8, 3)
+    pending = plan_of(index, pad, 2, 8)
+    with observe() as events:
+        assert pending.wait() is pending.wait()
+    assert len(events) == 1
+
+
+class Disagreed(Exception):
+    pass
+
+
+def disagree():
+    raise Disagreed
+
+
+@pytest.mark.parametrize("word, raises", [(7, False), (0, False), (-1, True)])
+def test_a_negative_word_is_a_disagreement(word, raises):
+    index, pad = inputs_of(0, (11,), 8, 3)
+    pending = plan_of(index, pad, 2, 8, word=word, on_disagreement=disagree)
+    if raises:
+        with pytest.raises(Disagreed):
+            pending.wait()
+    else:
+        pending.wait()
+
+
+def nums_of_chunks(rank, world_size, cases):
+    found = []
+    for tokens, size in cases:
+        with observe() as events:
+            chunks = agree_num_chunks(tokens[rank], size, dist.group.WORLD, torch.device("cpu"))
+        assert [e.kind for e in events] == ["all_reduce", "host_copy"]
+        found.append(chunks)
+    return found
+
+
+def test_the_rank_with_most_tokens_decides_the_number_of_chunks():
+    cases = [((13, 2), 4), ((0, 0), 4), ((3, 9), 9)]
+    assert run_ranks(nums_of_chunks, 2, cases) == [[4, 1, 1]] * 2
+    assert agree_num_chunks(13, 4, None, torch.device("cpu")) == 4
