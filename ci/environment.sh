@@ -1,0 +1,43 @@
+# Sourced by the scripts that need a virtual environment of their own.
+#
+#   PYTHON       interpreter to make it from (default: python3)
+#   TORCH_INDEX  package index to take torch from (default: pip's own configuration, which PIP_INDEX_URL also changes)
+
+stage() {
+    printf '==> %s\n' "$*"
+}
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# make_environment FOLDER TORCH_VERSION EXTRAS: a virtual environment with that torch and this checkout, editable.
+make_environment() {
+    local folder=$1 torch=$2 extras=$3 python=${PYTHON:-python3}
+    local pip=("$folder/bin/python" -m pip --disable-pip-version-check --quiet --quiet)
+    command -v "$python" >/dev/null || fail "$python: not found; install Python 3.10 to 3.13 or set PYTHON"
+    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
+        fail "$python is $("$python" -V 2>&1): needs Python 3.10 to 3.13; set PYTHON to one"
+    if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+        ensure_venv "$python"
+        stage "virtual environment: $folder ($("$python" -V))"
+        "$python" -m venv --clear "$folder"
+    fi
+    stage "torch $torch"
+    "${pip[@]}" install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch"
+    stage "mindspeed_chunk with [$extras]"
+    "${pip[@]}" install --editable ".[$extras]"
+}
+
+# Debian and Ubuntu keep a part of Python's venv in a package of its own.
+ensure_venv() {
+    "$1" -c 'import ensurepip, venv' 2>/dev/null && return
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        fail "$1 has no venv: install it (Debian, Ubuntu: apt-get install python3-venv)"
+    fi
+    stage "python3-venv, which $1 lacks"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends python3-venv >/dev/null
+    "$1" -c 'import ensurepip, venv' 2>/dev/null || fail "$1 still has no venv: install the one that belongs to it"
+}

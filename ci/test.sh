@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs what the tests need into a virtual environment and runs them all. Can be run again at any time.
+#
+#   VENV           folder of the environment (default: .venv-test)
+#   TORCH_VERSION  default: 2.13.0
+#   PYTHON, TORCH_INDEX: see environment.sh
+# Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/environment.sh
+
+VENV=${VENV:-.venv-test}
+make_environment "$VENV" "${TORCH_VERSION:-2.13.0}" standalone,tools,test
+
+stage "lint"
+"$VENV/bin/ruff" check .
+stage "format"
+"$VENV/bin/ruff" format --check .
+stage "tests ($("$VENV/bin/python" -V), torch $("$VENV/bin/python" -c 'import torch; print(torch.__version__)'))"
+"$VENV/bin/python" -m pytest "$@"

@@ -1,0 +1,150 @@
+"""The trainer's configuration: MindSpeed-MM's yaml, read into frozen dataclasses.
+
+A field is a key of the yaml, with the conversion that checks it and its default. Every other key is named in one
+warning, so that nothing is dropped silently. An error is a ConfigError of one line.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from warnings import catch_warnings, simplefilter
+
+from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.standalone.section import (
+    Section,
+    choice,
+    dtype,
+    flag,
+    integer,
+    key,
+    names,
+    number,
+    override,
+    read_yaml,
+    text,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpPlan:
+    """`parallel.fsdp_plan`; dtypes by torch's names."""
+
+    apply_modules: tuple[str, ...] = key(names, ())
+    param_dtype: str = key(dtype, "float32")
+    reduce_dtype: str = key(dtype, "float32")
+    reshard_after_forward: bool = key(flag, True)
+    num_to_forward_prefetch: int = key(integer(0), 0)
+    num_to_backward_prefetch: int = key(integer(0), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpPlan:
+    """`parallel.ep_plan`, without the keys of Chunk MoE."""
+
+    apply_modules: tuple[str, ...] = key(names, ())
+    dispatcher: str = key(choice("alltoall", "chunkmoe"), "alltoall")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """`training`."""
+
+    optimizer: str = key(choice("adamw"), "adamw")
+    micro_batch_size: int = key(integer(1), 1)
+    gradient_accumulation_steps: int = key(integer(1), 1)
+    seed: int = key(integer(0), 42)
+    lr: float = key(number(0.0), 5e-5)
+    weight_decay: float = key(number(0.0), 0.0)
+    adam_beta1: float = key(number(0.0, below=1.0), 0.9)
+    adam_beta2: float = key(number(0.0, below=1.0), 0.999)
+    adam_eps: float = key(number(0.0), 1e-8)
+    clip_grad: float = key(number(0.0), 1.0)
+    train_iters: int = key(integer(1), 10000)
+    log_interval: int = key(integer(1), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """`model`."""
+
+    model_id: str = key(choice("qwen3_5_moe"), "qwen3_5_moe")
+    model_name_or_path: str = key(text)
+    attn_implementation: str = key(choice("sdpa", "eager"), "sdpa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything the trainer acts on."""
+
+    fsdp: FsdpPlan
+    ep: EpPlan
+    ep_size: int
+    chunk_moe: ChunkMoEConfig
+    model: Model
+    training: Training
+    sequence_length: int
+    recompute_modules: tuple[str, ...]
+    router_aux_loss_coef: float
+    metrics_path: Path | None
+
+    def global_batch_size(self, world_size):
+        """Samples an optimizer step, all ranks and micro batches together."""
+        return self.training.micro_batch_size * self.training.gradient_accumulation_steps * world_size
+
+
+def load_config(path, overrides, world_size):
+    """Read the yaml at `path`, apply the `key.path=value` overrides, check all that needs no model.
+
+    Returns (Config, list of warnings). Raises ConfigError.
+    """
+    content = read_yaml(Path(path))
+    for argument in overrides:
+        override(content, argument)
+    root, warnings = Section(content, ""), []
+    parallel, features = root.section("parallel"), root.section("features")
+    data = root.section("data").section("dataset_param").section("basic_parameters")
+    recompute_modules = features.section("recompute_plan").read("apply_modules", names, ())
+    metrics_path = root.section("standalone").read("metrics_path", text, None)
+    parallel.read("fully_shard_parallel_size", choice("auto", world_size), "auto")
+    ep_size = parallel.read("expert_parallel_size", integer(1), 1)
+    if world_size % ep_size:
+        raise ConfigError.about(
+            parallel.at("expert_parallel_size"), ep_size, f"must divide the number of ranks, {world_size}",
+            "change one of the two",
+        )  # fmt: skip
+    ep, chunk_moe = _read_ep_plan(parallel.section("ep_plan"), ep_size, warnings)
+    config = Config(
+        fsdp=parallel.section("fsdp_plan").read_all(FsdpPlan),
+        ep=ep,
+        ep_size=ep_size,
+        chunk_moe=chunk_moe,
+        model=root.section("model").read_all(Model),
+        training=root.section("training").read_all(Training),
+        sequence_length=data.read("cutoff_len", integer(2)),
+        recompute_modules=recompute_modules if features.read("recompute", flag, False) else (),
+        router_aux_loss_coef=features.section("loss_cfg").read("router_aux_loss_coef", number(0.0), 0.0),
+        metrics_path=Path(metrics_path) if metrics_path else None,
+    )
+    if unused := root.unused():
+        warnings.append(f"without effect in this trainer: {', '.join(unused)}")
+    return config, warnings
+
+
+def _read_ep_plan(section, ep_size, warnings):
+    plan = section.read_all(EpPlan)
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        chunk_moe = ChunkMoEConfig.from_mapping(section.mapping, path=section.path)
+    warnings += [str(warning.message) for warning in caught]
+    chunk_keys = [name for name in section.mapping if str(name).startswith(KEY_PREFIXES)]
+    section.mark_used(chunk_keys)
+    if chunk_moe != ChunkMoEConfig() and plan.dispatcher != "chunkmoe":
+        warnings.append(
+            f"{', '.join(map(section.at, chunk_keys))}: without effect while {section.at('dispatcher')} is "
+            f"{plan.dispatcher}; set it to chunkmoe"
+        )
+    if not plan.apply_modules and (ep_size > 1 or plan.dispatcher == "chunkmoe"):
+        raise ConfigError.about(
+            section.at("apply_modules"), [], "expert parallelism and chunkmoe need the modules that hold the experts",
+            "for Qwen3.5-MoE: model.language_model.layers.{*}.mlp.experts",
+        )  # fmt: skip
+    return plan, chunk_moe

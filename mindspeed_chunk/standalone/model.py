@@ -1,0 +1,198 @@
+"""transformers' Qwen3.5-MoE: built, its modules found by MindSpeed-MM's patterns, its experts behind a dispatcher."""
+
+import logging
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.observe import emit
+
+try:
+    import transformers
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter, load_balancing_loss_func
+except ImportError as error:
+    rule, way_out = "the trainer builds its model with transformers 5", "pip install 'mindspeed_chunk[standalone]'"
+    raise ConfigError.about("transformers", str(error), rule, way_out) from None
+
+MODEL_TYPE = "qwen3_5_moe"
+
+
+def read_model_config(config, vocabulary):
+    """The Qwen3_5MoeConfig in the model folder, checked against `config` and the number of tokens the data has.
+
+    Raises ConfigError.
+    """
+    folder = Path(config.model.model_name_or_path)
+    if not (folder / "config.json").is_file():
+        raise _model_error(folder, "has no config.json")
+    try:
+        content, _ = Qwen3_5MoeConfig.get_config_dict(folder)
+        model_type = content.get("model_type")
+        model_config = Qwen3_5MoeConfig.from_dict(content)
+    except Exception as error:  # transformers' checks raise many kinds
+        raise _model_error(folder, f"its config.json is not valid: {' '.join(str(error).split())}") from None
+    text = model_config.text_config
+    if model_type != MODEL_TYPE:
+        raise _model_error(folder, f"its model_type is {model_type!r}, and this trainer knows only {MODEL_TYPE!r}")
+    if text.num_experts % config.ep_size:
+        raise ConfigError.about(
+            "parallel.expert_parallel_size", config.ep_size, f"must divide the number of experts, {text.num_experts}",
+            "change it, or the model",
+        )  # fmt: skip
+    if text.hidden_act != "silu":
+        raise _model_error(folder, f"its hidden_act is {text.hidden_act!r}, and the dispatchers compute SwiGLU (silu)")
+    if text.vocab_size < vocabulary:
+        raise _model_error(folder, f"its vocab_size is {text.vocab_size}, and the data has {vocabulary} tokens")
+    return model_config
+
+
+def _model_error(folder, rule):
+    way_out = "give the folder of a Qwen3.5-MoE config or checkpoint"
+    return ConfigError.about("model.model_name_or_path", str(folder), rule, way_out)
+
+
+def build_model(config, model_config):
+    """Qwen3_5MoeForConditionalGeneration in fp32: seeded random weights, or those in the folder; equal on all ranks.
+
+    The input is text only, so the vision tower never runs; it is frozen.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its notes on kernels that only accelerators have
+    folder = Path(config.model.model_name_or_path)
+    if any(folder.glob("*.safetensors")):
+        transformers.utils.logging.disable_progress_bar()
+        model = Qwen3_5MoeForConditionalGeneration.from_pretrained(
+            folder, config=model_config, dtype=torch.float32, attn_implementation=config.model.attn_implementation
+        )
+    else:
+        torch.manual_seed(config.training.seed)
+        model = Qwen3_5MoeForConditionalGeneration._from_config(
+            model_config, dtype=torch.float32, attn_implementation=config.model.attn_implementation
+        )
+    model.model.visual.requires_grad_(False)
+    return model.train()
+
+
+def match_modules(model, patterns, path):
+    """Modules by name, in the model's order, whose whole name matches one of `patterns`.
+
+    MindSpeed-MM's wildcards: {*} any number, {2-5} a range of numbers, * any text, ? any character.
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    found = set()
+    for pattern in patterns:
+        regex, ranges = _compile(pattern, path)
+        matched = {name for name, _ in model.named_modules() if _matches(regex, ranges, name)}
+        if not matched:
+            raise ConfigError.about(path, pattern, "matches no module of the model", "correct it or leave it out")
+        found |= matched
+    return {name: module for name, module in model.named_modules() if name in found}
+
+
+def _compile(pattern, path):
+    regex, ranges = "", []
+    for part in re.split(r"(\{[^}]*\}|\*|\?)", pattern):
+        if part in ("*", "?"):
+            regex += ".*" if part == "*" else "."
+        elif part.startswith("{"):
+            bounds = re.fullmatch(r"\{(?:\*|(\d+)-(\d+))\}", part)
+            if not bounds:
+                raise ConfigError.about(path, pattern, f"{part} is no wildcard", "write {*} or a range such as {0-3}")
+            regex += r"(\d+)"
+            ranges.append(range(int(bounds[1]), int(bounds[2]) + 1) if bounds[1] else None)
+        else:
+            regex += re.escape(part)
+    return re.compile(regex), ranges
+
+
+def _matches(regex, ranges, name):
+    match = regex.fullmatch(name)
+    return bool(match) and all(r is None or int(n) in r for n, r in zip(match.groups(), ranges))
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The model's modules that the yaml's `apply_modules` lists name."""
+
+    fsdp: list[torch.nn.Module]
+    experts: list[torch.nn.Module]
+    recompute: list[torch.nn.Module]
+
+
+def find_modules(model, config):
+    """Raises ConfigError for a pattern that matches nothing, or experts that are none."""
+    ep_path = "parallel.ep_plan.apply_modules"
+    experts = match_modules(model, config.ep.apply_modules, ep_path)
+    for name, module in experts.items():
+        if not {"gate_up_proj", "down_proj"} <= dict(module.named_parameters(recurse=False)).keys():
+            raise ConfigError.about(ep_path, name, "has no gate_up_proj and down_proj", "name the experts' modules")
+    fsdp = match_modules(model, config.fsdp.apply_modules, "parallel.fsdp_plan.apply_modules")
+    recomputed = match_modules(model, config.recompute_modules, "features.recompute_plan.apply_modules")
+    return Modules(list(fsdp.values()), list(experts.values()), list(recomputed.values()))
+
+
+def use_dispatcher(experts, config, ep_group):
+    """Replace the experts' forward by a call of the configured dispatcher."""
+    for module in experts:
+        if config.ep.dispatcher == "chunkmoe":
+            dispatcher = ChunkMoEDispatcher(config.chunk_moe, weight_layout="LFH")
+        else:
+            dispatcher = AllToAllDispatcher(weight_layout="LFH")
+        module.forward = partial(_dispatch, module, dispatcher, ep_group)
+
+
+def _dispatch(experts, dispatcher, ep_group, hidden_states, first, second):
+    """experts(rows [T, H], index [T, K], weights [T, K]) -> [T, H], index and weights in either order."""
+    index, weights = order_routing(first, second)
+    emit("layer", "begin")
+    try:
+        return dispatcher(
+            experts.num_experts,
+            weights,
+            index,
+            hidden_states,
+            experts.gate_up_proj,
+            experts.down_proj,
+            ep_group=ep_group,
+        )
+    finally:
+        emit("layer", "end")
+
+
+def recompute(modules):
+    """Keep only the inputs of these modules for the backward, which runs their forward again."""
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+class BalanceLoss:
+    """The routers' auxiliary load-balancing loss over one forward, as transformers defines it.
+
+    transformers' own capture of router logits goes by the name of the model's class, which FSDP2 changes. And a
+    recompute runs the routers once more, so they are listened to only between `start` and `finish`.
+    """
+
+    def __init__(self, model):
+        self._text_config = model.config.text_config
+        self._logits = None
+        for module in model.modules():
+            if isinstance(module, Qwen3_5MoeTopKRouter):
+                module.register_forward_hook(self._keep)
+
+    def _keep(self, router, args, output):
+        if self._logits is not None:
+            self._logits.append(output[0])
+
+    def start(self):
+        self._logits = []
+
+    def finish(self):
+        logits, self._logits = tuple(self._logits), None
+        return load_balancing_loss_func(logits, self._text_config.num_experts, self._text_config.num_experts_per_tok)

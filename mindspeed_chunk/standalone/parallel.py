@@ -1,0 +1,109 @@
+"""Expert parallelism, FSDP2 and what follows from them: how gradients are summed, and their norm.
+
+Ranks form a grid [efsdp, ep]: an expert-parallel group is a run of consecutive ranks, and the ranks that hold the same
+experts shard them further. Everything else is sharded over all ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+DEVICE = "cpu"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """`world`: all ranks. `efsdp`: the ranks with this rank's experts. `ep_group`: None where all experts are here."""
+
+    world: DeviceMesh
+    efsdp: DeviceMesh
+    ep_group: dist.ProcessGroup | None
+    ep_rank: int
+    ep_size: int
+
+
+def build_meshes(ep_size):
+    """Collective over all ranks; their number is a multiple of `ep_size`."""
+    world_size = dist.get_world_size()
+    grid = init_device_mesh(DEVICE, (world_size // ep_size, ep_size), mesh_dim_names=("efsdp", "ep"))
+    return Meshes(
+        world=init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("world",)),
+        efsdp=grid["efsdp"],
+        ep_group=grid.get_group("ep") if ep_size > 1 else None,
+        ep_rank=grid.get_local_rank("ep"),
+        ep_size=ep_size,
+    )
+
+
+def shard_model(model, units, experts, config, meshes):
+    """Keep this rank's experts, then apply FSDP2: `experts` over `efsdp`, the other `units` and the rest over `world`.
+
+    units, experts: lists of modules. Every rank must hold the same weights when this is called.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
+    )
+    for module in experts:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            mine = parameter.detach().chunk(meshes.ep_size)[meshes.ep_rank].clone()
+            module.register_parameter(name, torch.nn.Parameter(mine))
+    experts, units = set(experts), set(units)
+    reshard = config.reshard_after_forward
+    for module in _children_first(model):
+        if module in experts:
+            fully_shard(module, mesh=meshes.efsdp, mp_policy=policy, reshard_after_forward=reshard)
+        elif module is model or module in units:
+            fully_shard(module, mesh=meshes.world, mp_policy=policy, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+    _set_prefetch(model.modules(), "set_modules_to_forward_prefetch", config.num_to_forward_prefetch)
+    backward_order = reversed(list(_children_first(model)))
+    _set_prefetch(backward_order, "set_modules_to_backward_prefetch", config.num_to_backward_prefetch)
+
+
+def _children_first(module):
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _sum_gradients(module):
+    """Make FSDP2 reduce with a plain sum; the trainer has the mean over ranks in its loss.
+
+    FSDP2 would average over a unit's own ranks. But an expert's gradient, too, must be divided by the number of all
+    ranks, although its unit spans only some of them: the all-to-all brought it the tokens of the others. And on gloo
+    the division depends on the version: torch 2.7 drops it silently, so that 1 is the only factor it heeds; newer ones
+    have a switch for the plain sum.
+    """
+    if hasattr(module, "set_force_sum_reduction_for_comms"):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    else:
+        module.set_reduce_scatter_divide_factor(1.0)
+
+
+def _set_prefetch(modules, setter, count):
+    """Let every trained unit gather the next `count` ones ahead of time; `modules` are in their order of use."""
+    units = [m for m in modules if isinstance(m, FSDPModule) and any(p.requires_grad for p in m.parameters())]
+    for position, unit in enumerate(units) if count else ():
+        getattr(unit, setter)(units[position + 1 : position + 1 + count])
+
+
+def clip_gradients(parameters, max_norm):
+    """The global norm of the gradients, after which they are scaled down to `max_norm` (0: never).
+
+    No two ranks hold the same piece of a parameter, so the squares of all pieces' norms add up to the square of the
+    whole. torch's own clipping takes only parameters of one mesh.
+    """
+    pieces = [parameter.grad.to_local() for parameter in parameters if parameter.grad is not None]
+    total = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+    dist.all_reduce(total)
+    norm = total.sqrt().item()
+    if max_norm and norm > max_norm:
+        for piece in pieces:
+            piece.mul_(max_norm / (norm + 1e-6))
+    return norm

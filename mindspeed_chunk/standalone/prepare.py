@@ -1,0 +1,47 @@
+"""What a rank does between reading the yaml and meeting the others: model, data, and all checks of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_chunk import ops
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.standalone.config import Config
+from mindspeed_chunk.standalone.data import VOCABULARY, PackedText
+from mindspeed_chunk.standalone.model import Modules, build_model, find_modules, read_model_config
+from mindspeed_chunk.standalone.parallel import DEVICE
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's model, the same on every rank, and what goes with it."""
+
+    config: Config
+    model: torch.nn.Module
+    modules: Modules
+    data: PackedText
+
+
+def prepare(config):
+    """Build the model and the data of a Config. Raises ConfigError, on every rank alike."""
+    if config.ep.dispatcher == "chunkmoe":
+        try:
+            ops.resolve(config.chunk_moe.chunk_moe_backend, torch.device(DEVICE))
+        except ValueError as error:
+            raise ConfigError(f"parallel.ep_plan.{error}") from None
+    model_config = read_model_config(config, VOCABULARY)
+    data = PackedText(config.sequence_length, config.training.seed)
+    model = build_model(config, model_config)
+    return Prepared(config, model, find_modules(model, config), data)
+
+
+def open_metrics(config):
+    """The metrics file, new and open for writing, or None. Raises ConfigError."""
+    path = config.metrics_path
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.about("standalone.metrics_path", str(path), error.strerror, "give another file") from None

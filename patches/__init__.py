@@ -1,0 +1,1 @@
+"""Seams of MindSpeed-MM, one file each; installed as `mindspeed_chunk.patches`."""

@@ -1,0 +1,54 @@
+"""Metadata and packages. `patches/` stands beside the package in the checkout and is installed inside it."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+PATCHES = "mindspeed_chunk.patches"
+
+# Read as text: importing the package here would need what it depends on.
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M).group(1)
+
+setup(
+    name="mindspeed_chunk",
+    version=VERSION,
+    description="Chunk MoE for MindSpeed-MM: expert-parallel all-to-all that runs while experts compute",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10,<3.14",
+    packages=[
+        *find_packages(include=["mindspeed_chunk", "mindspeed_chunk.*"]),
+        PATCHES,
+        *(f"{PATCHES}.{name}" for name in find_packages("patches")),
+    ],
+    package_dir={PATCHES: "patches"},
+    package_data={PATCHES: ["README.md"]},
+    install_requires=[
+        "torch>=2.7.1,<2.14",
+        "pyyaml",
+        "packaging",
+        "wrapt",
+        "rich",
+    ],
+    extras_require={
+        "standalone": ["transformers>=5.24,<5.25", "safetensors", "numpy"],
+        "tools": ["matplotlib"],
+        "npu": ["torch_npu>=2.7.1,<2.14"],
+        "test": ["pytest>=8", "hypothesis", "ruff>=0.17,<0.18", "setuptools>=70.1"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

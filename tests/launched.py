@@ -1,0 +1,74 @@
+"""Functions that tests/test_launcher.py runs on ranks."""
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def add(rank, world_size, value, *, scale=1):
+    tensor = torch.full((3,), float(value + rank)) * scale
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def surroundings(rank, world_size):
+    return {
+        "threads": torch.get_num_threads(),
+        "omp": os.environ["OMP_NUM_THREADS"],
+        "seen": os.environ.get("SEEN"),
+        "home": os.environ.get("HOME"),
+        "nan": bool(torch.empty(5).isnan().all()),
+        "size": dist.get_world_size(),
+    }
+
+
+def raise_on(rank, world_size, culprit):
+    if rank == culprit:
+        print("about to raise", flush=True)
+        raise RuntimeError(f"rank {rank} gives up")
+    dist.barrier()
+
+
+def raise_everywhere(rank, world_size):
+    time.sleep(0.3 * (world_size - rank))
+    raise ValueError(f"no good on {rank}")
+
+
+def die_on(rank, world_size, culprit):
+    if rank == culprit:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def leave(rank, world_size):
+    os._exit(0)
+
+
+def sleep_forever(rank, world_size):
+    time.sleep(10_000)
+
+
+def hang_in_collective(rank, world_size):
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        time.sleep(10_000)
+
+
+def raise_while_other_sleeps(rank, world_size):
+    if rank == 1:
+        raise RuntimeError("first")
+    time.sleep(10_000)
+
+
+def unpicklable(rank, world_size):
+    return lambda: None
+
+
+def start_a_sleeper(rank, world_size):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10000)"])
+    return os.getpid(), sleeper.pid

@@ -1,0 +1,136 @@
+"""ChunkMoEConfig: the published rules, and one readable line for every wrong value."""
+
+import dataclasses
+import warnings
+
+import pytest
+
+from mindspeed_chunk import ChunkMoEConfig, ConfigError, config
+
+
+@pytest.fixture(autouse=True)
+def no_warning_given_yet():
+    config._warn_of_both.cache_clear()
+
+
+HOST_KEYS = {
+    "apply_modules": ["model.language_model.layers.{*}.mlp.experts"],
+    "apply_efsdp_modules": [],
+    "use_npu_fused_ops": True,
+    "dispatcher": "chunkmoe",
+    "ep_balance_strategy": None,
+    3: "three",
+}
+
+
+def test_defaults_mean_one_chunk_rolling():
+    made = ChunkMoEConfig()
+    assert dataclasses.asdict(made) == {
+        "moe_num_chunks": 0,
+        "moe_chunk_size": 0,
+        "chunk_moe_recompute": False,
+        "chunk_moe_schedule": "rolling",
+        "chunk_moe_backend": "auto",
+    }
+
+
+def test_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ChunkMoEConfig().moe_num_chunks = 2
+    with pytest.raises(TypeError):
+        ChunkMoEConfig(2)
+
+
+def test_keys_are_taken_and_host_keys_left_alone():
+    mapping = {
+        **HOST_KEYS,
+        "moe_num_chunks": 4,
+        "chunk_moe_recompute": True,
+        "chunk_moe_schedule": "pair",
+        "chunk_moe_backend": "cpu",
+    }
+    before = dict(mapping)
+    made = ChunkMoEConfig.from_mapping(mapping)
+    assert mapping == before
+    assert made == ChunkMoEConfig(
+        moe_num_chunks=4, chunk_moe_recompute=True, chunk_moe_schedule="pair", chunk_moe_backend="cpu"
+    )
+    assert ChunkMoEConfig.from_mapping(HOST_KEYS) == ChunkMoEConfig()
+    assert ChunkMoEConfig.from_mapping({"moe_chunk_size": 512}).moe_chunk_size == 512
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("moe_num_chunks", -1, "must be an integer >= 0"),
+        ("moe_num_chunks", 2.0, "must be an integer >= 0"),
+        ("moe_num_chunks", "2", "must be an integer >= 0"),
+        ("moe_num_chunks", True, "must be an integer >= 0"),
+        ("moe_num_chunks", None, "must be an integer >= 0"),
+        ("moe_num_chunks", [2], "must be an integer >= 0"),
+        ("moe_chunk_size", -512, "must be an integer >= 0"),
+        ("moe_chunk_size", False, "must be an integer >= 0"),
+        ("chunk_moe_recompute", 1, "must be a boolean"),
+        ("chunk_moe_recompute", "true", "must be a boolean"),
+        ("chunk_moe_recompute", None, "must be a boolean"),
+        ("chunk_moe_schedule", "Rolling", "must be one of rolling, pair"),
+        ("chunk_moe_schedule", ["pair"], "must be one of rolling, pair"),
+        ("chunk_moe_backend", "tpu", "must be one of auto, cpu, cuda, npu"),
+        ("chunk_moe_backend", None, "must be one of auto, cpu, cuda, npu"),
+    ],
+)
+def test_wrong_value_is_one_line_with_path_value_and_rule(key, value, rule):
+    with pytest.raises(ConfigError) as error:
+        ChunkMoEConfig.from_mapping({**HOST_KEYS, key: value})
+    text = str(error.value)
+    assert text.startswith(f"parallel.ep_plan.{key}: {value!r}: {rule}; ")
+    assert "\n" not in text
+    with pytest.raises(ConfigError) as error:
+        ChunkMoEConfig(**{key: value})
+    assert str(error.value).startswith(f"{key}: {value!r}: {rule}; ")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("moe_num_chunk", "moe_num_chunks"),
+        ("moe_chunks_size", "moe_chunk_size"),
+        ("chunk_moe_recomputation", "chunk_moe_recompute"),
+        ("moe_schedule", "chunk_moe_schedule"),
+        ("chunk_moe_back_end", "chunk_moe_backend"),
+    ],
+)
+def test_unknown_key_names_the_nearest(key, nearest):
+    with pytest.raises(ConfigError) as error:
+        ChunkMoEConfig.from_mapping({key: 2}, path="plan")
+    assert str(error.value) == f"plan.{key}: 2: unknown key; the nearest one is {nearest}"
+
+
+@pytest.mark.parametrize("mapping", [None, [], "moe_num_chunks", 4])
+def test_what_is_not_a_mapping(mapping):
+    with pytest.raises(ConfigError, match=r"^parallel\.ep_plan: .*: must be a mapping; "):
+        ChunkMoEConfig.from_mapping(mapping)
+
+
+def test_long_values_are_cut():
+    with pytest.raises(ConfigError) as error:
+        ChunkMoEConfig.from_mapping({"moe_num_chunks": ["line\n"] * 1000})
+    assert len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+
+
+def test_both_set_is_one_warning():
+    with pytest.warns(UserWarning, match="moe_num_chunks is used") as caught:
+        made = ChunkMoEConfig.from_mapping({"moe_num_chunks": 2, "moe_chunk_size": 512})
+        ChunkMoEConfig.from_mapping({"moe_num_chunks": 2, "moe_chunk_size": 512})
+        dataclasses.replace(made, chunk_moe_recompute=True)
+    assert len(caught) == 1
+    assert (made.moe_num_chunks, made.moe_chunk_size) == (2, 512)
+
+
+def test_one_set_is_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkMoEConfig(moe_num_chunks=2)
+        ChunkMoEConfig(moe_chunk_size=2)
+        ChunkMoEConfig(moe_num_chunks=2, moe_chunk_size=0)
