@@ -24,8 +24,8 @@ class Case:
     """Sizes all differ, so that a transposed weight cannot fit by chance.
 
     tokens: one number a rank, reused in turn.
-    routing: "random", "balanced", "first" or "last" (all rows to that expert), "one_rank" (all to the last rank's experts),
-        "alternate" (token t only to experts of rank t // 2 % ranks, so that ranks are empty in turn).
+    routing: "random", "balanced", "first" or "last" (all rows to that expert), "one_rank" (all to the last rank's
+        experts), "alternate" (token t only to experts of rank t // 2 % ranks, so that ranks are empty in turn).
     frozen: names out of `NAMES` that need no gradient.
     router_dtype: of the router weights, if not the rows'.
     """
@@ -207,7 +207,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
 
 
 def check(case: Case, rank: int = 0, ranks: int = 1, group=None, dispatcher=None) -> dict[str, float]:
-    """Compare Chunk MoE, or another dispatcher, with the reference; raise where they differ by more than the dtype allows."""
+    """Compare Chunk MoE, or `dispatcher`, with the reference; raise where they differ by more than the dtype allows."""
     layer = Layer(case, rank, ranks)
     fast = layer.fast(dispatcher, group)
     if "activation" in fast and group is not None:

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from layer import Case, Layer, ScaledGate, check, distance
 from torch.utils.checkpoint import checkpoint
 
+from layer import Case, Layer, ScaledGate, check, distance
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
 
@@ -56,7 +56,10 @@ def test_matches_the_reference_when(change):
     check(Case(**{"chunks": 3, **change}))
 
 
-@pytest.mark.parametrize("frozen", [f for n in range(5) for f in itertools.combinations(("x", "weight", "fc1", "fc2"), n)])
+INPUTS = ("x", "weight", "fc1", "fc2")
+
+
+@pytest.mark.parametrize("frozen", [f for n in range(5) for f in itertools.combinations(INPUTS, n)])
 def test_frozen_inputs_alone_and_together(frozen):
     for recompute, activation in itertools.product((False, True), (None, "module")):
         case = Case(chunks=3, frozen=frozen, recompute=recompute, activation=activation)
@@ -199,9 +202,11 @@ def test_inside_a_checkpoint(reentrant):
         expected = layer.fast()
         leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
         dispatcher = ChunkMoEDispatcher(layer.case.config())
-        out = checkpoint(
-            lambda x, d=dispatcher, t=leaves, own=layer: own.call(d, {**t, "x": x}), leaves["x"], use_reentrant=reentrant
-        )
+
+        def call(x, layer=layer, leaves=leaves, dispatcher=dispatcher):
+            return layer.call(dispatcher, {**leaves, "x": x})
+
+        out = checkpoint(call, leaves["x"], use_reentrant=reentrant)
         out.backward(layer.grad)
         assert max(distance(layer._results(out, leaves), expected).values()) == 0
 

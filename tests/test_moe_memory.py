@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
-from layer import Case, Layer, distance
 from torch.utils.checkpoint import checkpoint
 
+from launcher import run_ranks
+from layer import Case, Layer, distance
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 
@@ -108,9 +108,8 @@ def resident_bytes():
 
 def run_50_steps(rank, world_size, recompute, blockwise):
     """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves."""
-    case = Case(
-        chunks=3, recompute=recompute, dtype=torch.float32, tokens=(512,), hidden=96, intermediate=64, experts=4, top_k=2
-    )
+    sizes = {"tokens": (512,), "hidden": 96, "intermediate": 64, "experts": 4, "top_k": 2}
+    case = Case(chunks=3, recompute=recompute, dtype=torch.float32, **sizes)
     layer = Layer(case, rank, world_size)
     leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(case.config())
     group = dist.group.WORLD if world_size > 1 else None

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import run_ranks
 
+from launcher import run_ranks
 from mindspeed_chunk.moe.plan import (
     PendingPlan,
     agree_num_chunks,

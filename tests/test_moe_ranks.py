@@ -1,13 +1,14 @@
 """The layer on 2 and 4 ranks against the reference over all ranks' tokens: routing, sizes, dtypes, schedules, modes."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
-
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
@@ -151,9 +152,11 @@ def gradcheck(rank, world_size, options):
         layers[0].fc1_EHF,
         layers[0].fc2_EIH,
     ]
-    return torch.autograd.gradcheck(lambda *t: OverRanks.apply(local, *t), [t.clone().requires_grad_() for t in inputs])
+    return torch.autograd.gradcheck(partial(OverRanks.apply, local), [t.clone().requires_grad_() for t in inputs])
 
 
-@pytest.mark.parametrize("options", [{"moe_num_chunks": 3}, {"moe_chunk_size": 2, "chunk_moe_recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"moe_num_chunks": 3}, {"moe_chunk_size": 2, "chunk_moe_recompute": True}], ids=["chunks", "size"]
+)
 def test_gradcheck_over_ranks(options):
     assert run_ranks(gradcheck, 2, options, timeout=200) == [True, True]

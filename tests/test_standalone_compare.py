@@ -49,7 +49,7 @@ def test_table_and_plot(tmp_path, capsys):
     (base,) = (line for line in lines if "base" in line)
     (other,) = (line for line in lines if "other" in line)
     cells = [cell.strip() for cell in other.strip("│").split("│")]
-    assert cells == ["other", "3", "4.000000", "2.000000", "1.0e-04", "102", "8 (4 + 0 + 4)", "1 (1 + 0 + 0)"]
+    assert cells == ["other", "4.0000", "2.0000", "1.0e-04", "102", "8 (4+0+4)", "1 (1+0+0)"]
     assert base.count(" - ") == 3
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
 

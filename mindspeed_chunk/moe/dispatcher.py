@@ -83,7 +83,7 @@ class ChunkMoEDispatcher:
             fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
             swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
             ep_balance_strategy: must be None.
-            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are, in their own dtype.
+            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are.
             seq_mask: T values, 0 for padding.
             activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
 

@@ -35,31 +35,34 @@ def largest_difference(losses, base):
 
 
 def traffic(records, kind):
-    """Events of a kind per MoE layer: total (forward + recompute + backward), or "-" where nothing was counted."""
+    """Events of a kind per MoE layer: total (forward+recompute+backward), or "-" where nothing was counted."""
     counted = next((record["per_layer"] for record in records if "per_layer" in record), None)
     if counted is None:
         return "-"
     parts = [counted[phase].get(kind, 0) for phase in ("forward", "recompute", "backward")]
-    return f"{sum(parts):g} ({' + '.join(f'{part:g}' for part in parts)})"
+    return f"{sum(parts):g} ({'+'.join(f'{part:g}' for part in parts)})"
 
 
 def table(runs):
     """A rich table of the runs {name: records}; the first is the one compared against."""
     base = [record["loss"] for record in next(iter(runs.values()))]
-    result = Table(caption="all-to-alls, host copies: of a layer and micro batch (forward + recompute + backward)")
-    for heading in ("run", "steps", "first loss", "last loss", "largest rel. difference", "step (ms, median)"):
-        result.add_column(heading, justify="left" if heading == "run" else "right")
-    result.add_column("all-to-alls", justify="right")
-    result.add_column("host copies", justify="right")
+    result = Table(
+        caption="Largest difference: relative, of one iteration's losses, to the first run. Step: median. "
+        "All-to-alls and host copies: of one MoE layer and micro batch (forward+recompute+backward).",
+        caption_justify="left",
+    )
+    result.add_column("run", overflow="fold")
+    # 80 columns are enough for these
+    for heading in ("first\nloss", "last\nloss", "largest\ndifference", "step\n(ms)", "all-to-alls", "host\ncopies"):
+        result.add_column(heading, justify="right", no_wrap=True)
     for name, records in runs.items():
         losses = [record["loss"] for record in records]
         times = [record["elapsed_ms"] for record in records]
         result.add_row(
             name,
-            str(len(losses)),
-            f"{losses[0]:.6f}",
-            f"{losses[-1]:.6f}",
-            f"{largest_difference(losses, base):.1e}" if losses is not base and result.row_count else "-",
+            f"{losses[0]:.4f}",
+            f"{losses[-1]:.4f}",
+            f"{largest_difference(losses, base):.1e}" if result.row_count else "-",
             f"{statistics.median(times[WARM_UP:] or times):.0f}",
             traffic(records, "all_to_all"),
             traffic(records, "host_copy"),
@@ -97,8 +100,7 @@ def main(argv=None):
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # a pipe or a log has no width of its own: leave the table its natural one
-    Console(width=None if sys.stdout.isatty() else 140).print(table(runs))
+    Console().print(table(runs))
     if arguments.plot:
         plot(runs, arguments.plot)
         print(f"loss curves: {arguments.plot}")

@@ -2,9 +2,10 @@
 
     python -m mindspeed_chunk.tools.bench --link 1gbit
 
-Two ranks, one core each, over gloo; with --link in two network namespaces. Values are checked before any time is printed:
-every case against the plain dispatcher. Each round runs every case once, in a rotating order, between barriers; a time is
-that of the slower rank. The table has medians and quartiles, and the median of each round's ratio to the first case.
+Two ranks, one core each, over gloo; with --link in two network namespaces. Values are checked before any time is
+printed: every case against the plain dispatcher. Each round runs every case once, in a rotating order;
+a time runs from a barrier to the end of the slower rank. The table has medians and quartiles, of times and of each round's ratios to the first
+case.
 """
 
 from __future__ import annotations
@@ -142,10 +143,11 @@ class _Layer:
     def check(self, cases: dict[str, AllToAllDispatcher | ChunkMoEDispatcher]) -> None:
         expected = self.run(AllToAllDispatcher())
         for name, dispatcher in cases.items():
-            for what, got, want in zip(("out", "x", "weight", "fc1", "fc2"), self.run(dispatcher), expected, strict=True):
+            results = zip(("out", "x", "weight", "fc1", "fc2"), self.run(dispatcher), expected, strict=True)
+            for what, got, want in results:
                 error = ((got - want).abs().max() / want.abs().max()).item()
                 if not error < _TOLERANCE:
-                    raise SystemExit(f"{name}: {what} differs from the plain dispatcher by {error:.1e}; no times printed")
+                    raise SystemExit(f"{name}: {what} is off the plain dispatcher's by {error:.1e}; no times printed")
 
     def time(self, dispatcher: AllToAllDispatcher | ChunkMoEDispatcher) -> float:
         """Seconds of the slower rank."""

@@ -1,6 +1,6 @@
 """Two "hosts" on one machine: network namespaces joined by a link of a chosen rate.
 
-On a CPU this is the way to see communication hidden behind computation: the wire takes time while the processor is free.
+On a CPU this is the way to see communication hidden behind computation: the wire takes time, the processor is free.
 Needs root, `ip` and `tc` (Debian's iproute2).
 """
 
@@ -34,7 +34,7 @@ def limited_link(rate: str) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
         LinkError: without root, `ip` or `tc`, or where the kernel refuses.
     """
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise LinkError("--link needs root, ip and tc (Debian package iproute2); leave it out to measure without a limit")
+        raise LinkError("--link needs root, ip and tc (Debian package iproute2); without it the link is not limited")
     tag = f"mc{os.getpid()}"
     names = [f"{tag}a", f"{tag}b"]
     try:
