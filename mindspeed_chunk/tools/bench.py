@@ -3,9 +3,9 @@
     python -m mindspeed_chunk.tools.bench --link 1gbit
 
 Two ranks, one core each, over gloo; with --link in two network namespaces. Values are checked before any time is
-printed: every case against the plain dispatcher. Each round runs every case once, in a rotating order;
-a time runs from a barrier to the end of the slower rank. The table has medians and quartiles, of times and of each round's ratios to the first
-case.
+printed: every case against the plain dispatcher. Each round runs every case once, in a rotating order; a time runs from
+a barrier to the end of the slower rank. The table has medians and quartiles, of the times and of each round's ratios to
+the first case.
 """
 
 from __future__ import annotations
