@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from mindspeed_chunk.config import SCHEDULES
 from mindspeed_chunk.moe.schedule import (
-    SCHEDULES,
     Action,
     build,
     collectives,

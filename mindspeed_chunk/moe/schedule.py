@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from mindspeed_chunk.config import SCHEDULES
+
 KINDS = "PDECWU"
-SCHEDULES = ("rolling", "pair")
 
 
 class Action(NamedTuple):

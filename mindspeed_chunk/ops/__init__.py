@@ -14,7 +14,8 @@ from types import ModuleType
 
 import torch
 
-BACK_ENDS = ("cpu", "cuda", "npu")
+from mindspeed_chunk.config import BACKENDS
+
 AVAILABLE = ("cpu",)
 
 _logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ def resolve(name: str, device: torch.device) -> ModuleType:
     Raises:
         ValueError: for a name that is none, a back end that this version does not have, or one for another device.
     """
-    if name not in ("auto", *BACK_ENDS):
-        raise ValueError(f"chunk_moe_backend: {name!r}: must be one of auto, {', '.join(BACK_ENDS)}")
+    if name not in BACKENDS:
+        raise ValueError(f"chunk_moe_backend: {name!r}: must be one of {', '.join(BACKENDS)}")
     chosen = device.type if name == "auto" else name
     if chosen not in AVAILABLE:
         raise ValueError(
