@@ -34,6 +34,10 @@ setup(
         "wrapt",
         "rich",
     ],
+    entry_points={
+        # torch calls these at the end of its own import
+        "torch.backends": ["mindspeed_chunk = mindspeed_chunk.autoload:autoload"],
+    },
     extras_require={
         "standalone": ["transformers>=5.24,<5.25", "safetensors", "numpy"],
         "tools": ["matplotlib"],

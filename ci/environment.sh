@@ -22,7 +22,7 @@ make_environment() {
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
         ensure_venv "$python"
         stage "virtual environment: $folder ($("$python" -V))"
-        "$python" -m venv --clear "$folder"
+        "$python" -m venv "$folder"
     fi
     stage "torch $torch"
     "${pip[@]}" install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch"

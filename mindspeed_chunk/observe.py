@@ -18,7 +18,8 @@ class Event:
     """Something that happened on this rank.
 
     Attributes:
-        kind: "all_to_all", "all_gather", "all_reduce", "host_copy" or "action".
+        kind: "all_to_all", "all_gather", "all_reduce", "host_copy" or "action"; the embedded trainer adds "phase" and
+            "layer", which say where in a step the others happened.
         name: what it was for: an action's text ("D0"), or the purpose of a collective ("plan").
         detail: sizes and counts, by name; see the place that emits.
         time: `time.perf_counter()` at the launch, seconds.

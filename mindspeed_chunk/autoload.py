@@ -1,0 +1,17 @@
+"""The `torch.backends` entry point, which torch calls at the end of its own import, in every process.
+
+It sets hooks on the host's modules and does nothing else. It never raises: `import torch` would fail for everybody.
+`MINDSPEED_CHUNK_DISABLE=1` turns it off, `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns off all such entry points (then
+`mindspeed_chunk.launch` does its work).
+"""
+
+import warnings
+
+
+def autoload():
+    try:
+        from mindspeed_chunk.patches import install
+
+        install()
+    except Exception as error:
+        warnings.warn(f"mindspeed_chunk is not available: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,0 +1,29 @@
+"""Runs a script of the host with the patches in place, where torch does not load them by itself.
+
+torchrun ... -m mindspeed_chunk.launch mindspeed_mm/fsdp/train/trainer.py CONFIG.yaml [key=value ...]
+"""
+
+import os
+import runpy
+import sys
+
+from mindspeed_chunk.patches import install
+
+
+def main():
+    if len(sys.argv) < 2:
+        print("usage: python -m mindspeed_chunk.launch SCRIPT.py [ARGUMENTS ...]", file=sys.stderr)
+        return 2
+    script = sys.argv[1]
+    if not os.path.isfile(script):
+        print(f"mindspeed_chunk.launch: {script}: no such file", file=sys.stderr)
+        return 2
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Admits `dispatcher: chunkmoe` to the yaml, which the host validates before any plugin of the yaml is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from types import ModuleType
+
+from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo
+
+NAME = "chunkmoe"
+_ROOT = "mindspeed_mm.fsdp.params.argument"
+
+
+def apply(module: ModuleType) -> Undo:
+    plan = module.EPPlanConfig
+    names = typing.get_args(typing.get_type_hints(plan).get("dispatcher"))
+    if not {"alltoall", "fused"} & set(names):
+        raise Drifted(f"{plan.__name__}.dispatcher of {names or 'no Literal'}")
+    if NAME in names:
+        raise NotNeeded("the host has a dispatcher of this name")
+    if dataclasses.is_dataclass(plan) and not hasattr(plan, "model_fields"):
+        return _admit_extra_keys(plan)
+    return _widen(module, plan, names)
+
+
+def _widen(module: ModuleType, plan: type, names: tuple[str, ...]) -> Undo:
+    """pydantic (26.1 and later): extra keys are kept, the dispatcher's name is checked."""
+
+    def set_names(to: tuple[str, ...]) -> None:
+        plan.__annotations__["dispatcher"] = typing.Literal[to]
+        plan.model_fields["dispatcher"].annotation = typing.Literal[to]
+        # whoever holds the plan has compiled its schema into its own; the root may not be there yet
+        for model in (plan, module.ParallelArguments, getattr(sys.modules.get(_ROOT), "Arguments", None)):
+            if model is not None:
+                model.model_rebuild(force=True)
+
+    set_names((*names, NAME))
+    return lambda: set_names(names)
+
+
+def _admit_extra_keys(plan: type) -> Undo:
+    """dataclasses (26.0): names are not checked, but unknown keys are a TypeError; the host has the cure for both."""
+    from mindspeed_mm.fsdp.params.utils import allow_extra_fields
+
+    original = plan.__init__
+    allow_extra_fields(plan)
+
+    def undo() -> None:
+        plan.__init__ = original
+
+    return undo
+
+
+PATCH = Patch(
+    name="config name",
+    module="mindspeed_mm.fsdp.params.parallel_args",
+    target="EPPlanConfig.dispatcher",
+    hosts="26.0.0, 26.1.0, master of 2026-08",
+    expects="a Literal with alltoall (26.1 and later) or fused (26.0)",
+    why="the yaml is validated before plugins are imported",
+    until="the oldest supported host has the name",
+    apply=apply,
+)

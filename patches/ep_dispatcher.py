@@ -1,0 +1,130 @@
+"""Sends `ep_forward` calls of groups that asked for Chunk MoE to our dispatcher; all others to the host's own code.
+
+The function is replaced only once a plan asks for Chunk MoE: until then nothing of ours is on the road of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo, rebind, signature_of
+
+_FIRST = (
+    "num_experts",
+    "routing_weights",
+    "selected_experts",
+    "hidden_states",
+    "fc1_weight",
+    "fc2_weight",
+    "ep_group",
+    "fused",
+)
+_OPTIONAL = {
+    "swiglu_limit",
+    "swiglu_alpha",
+    "ep_balance_strategy",
+    "skip_moe_pad_tokens",
+    "seq_mask",
+    "activation",
+}
+# these bind the function when they are imported
+_IMPORTERS = ("mindspeed_mm.mcore.models.qwen3_5.modules",)
+
+_dispatchers: dict[Any, Callable] = {}
+_module: ModuleType | None = None
+_original: Callable | None = None
+
+
+def check(module: ModuleType) -> Undo:
+    """Look at the signature and remember the module; nothing is changed yet."""
+    global _module
+    names = tuple(inspect.signature(module.ep_forward).parameters)
+    if names[: len(_FIRST)] != _FIRST or not set(names[len(_FIRST) :]) <= _OPTIONAL:
+        raise Drifted(f"ep_forward{signature_of(module.ep_forward)}")
+    _module = module
+    return _take_back
+
+
+def use(group: Any, dispatcher: Callable) -> None:
+    """From now on `ep_forward` calls with this group go to `dispatcher`, which takes the arguments by name."""
+    global _original
+    _dispatchers[group] = dispatcher
+    if _original is None:
+        _original = _module.ep_forward
+        _module.ep_forward = _routed(_module, _original)
+        rebind("ep_forward", _original, _module.ep_forward, _IMPORTERS)
+
+
+def _take_back() -> None:
+    global _module, _original
+    if _original is not None:
+        rebind("ep_forward", _module.ep_forward, _original, _IMPORTERS)
+        _module.ep_forward = _original
+    _dispatchers.clear()
+    _module = _original = None
+
+
+def _routed(module: ModuleType, original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def ep_forward(*args, **kwargs):
+        activation = kwargs.pop("activation_fn", None)  # Wan2.2's name for it, which the host's function does not take
+        named = signature.bind(*args, **kwargs).arguments
+        dispatcher = _dispatchers.get(named.get("ep_group"))
+        if dispatcher is None:
+            return original(*args, **kwargs, **({} if activation is None else {"activation_fn": activation}))
+        if activation is not None:
+            named["activation"] = activation
+        return dispatcher(**translate(module, named))
+
+    return ep_forward
+
+
+def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
+    """The host's arguments in our terms: ids and weights told apart, its activation a callable, its forced balance."""
+    from mindspeed_chunk.moe.dispatcher import order_routing
+
+    named = dict(named)
+    # the host's generic forward has them the other way round from transformers 5
+    named["selected_experts"], named["routing_weights"] = order_routing(
+        named["selected_experts"], named["routing_weights"]
+    )
+    alpha, limit = named.pop("swiglu_alpha", None), named.get("swiglu_limit") or 0.0
+    named["swiglu_limit"] = limit
+    if alpha is not None and named.get("activation") is None:
+        # not plain SwiGLU: the host knows what it is
+        named["swiglu_limit"] = 0.0
+        named["activation"] = functools.partial(
+            module.apply_activation, dim=-1, fused=named.get("fused", True), swiglu_limit=limit, swiglu_alpha=alpha
+        )
+    if getattr(module, "FORCE_EP_BALANCE", False):
+        named["selected_experts"] = _balanced(module, named)
+    return named
+
+
+def _balanced(module: ModuleType, named: dict[str, Any]):
+    """MM_FORCE_EP_BALANCE: tokens take turns over the experts; padded ones, which are not sent, have no turn."""
+    index = named["selected_experts"]
+    if not named.get("skip_moe_pad_tokens"):
+        return module.force_ep_balance(named["num_experts"], index)
+    kept = named["seq_mask"].reshape(-1) != 0
+    index = index.clone()
+    index[kept] = module.force_ep_balance(named["num_experts"], index[kept])
+    return index
+
+
+PATCH = Patch(
+    name="dispatcher",
+    module="mindspeed_mm.fsdp.distributed.expert_parallel.ep_dispatcher",
+    target="ep_forward",
+    hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
+    expects=f"ep_forward({', '.join(_FIRST)}, and of {', '.join(sorted(_OPTIONAL))} any)",
+    why="every model's ep_forward ends there, with its expert-parallel group",
+    until="the host has a registry of dispatchers",
+    apply=check,
+)

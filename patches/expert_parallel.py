@@ -1,0 +1,63 @@
+"""Binds experts to Chunk MoE where their plan asks for it: the models then see a plan that says plain all-to-all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from types import ModuleType
+
+from mindspeed_chunk.patches import ep_dispatcher, settings
+from mindspeed_chunk.patches.config_name import NAME
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once, rebind, signature_of
+
+from mindspeed_chunk.config import ChunkMoEConfig
+
+_IMPORTERS = ("mindspeed_mm.fsdp.distributed.torch_parallelize",)
+
+
+def apply(module: ModuleType) -> Undo:
+    original = module.expert_parallelize_modules
+    if tuple(inspect.signature(original).parameters) != ("modules", "ep_mesh", "plan"):
+        raise Drifted(f"expert_parallelize_modules{signature_of(original)}")
+
+    @functools.wraps(original)
+    def expert_parallelize_modules(modules, ep_mesh, plan):
+        if plan.dispatcher != NAME or settings.host_dispatcher_chosen():
+            return original(modules, ep_mesh, plan)
+        return original(modules, ep_mesh, _bind(ep_mesh.get_group(), plan))
+
+    module.expert_parallelize_modules = expert_parallelize_modules
+    rebind("expert_parallelize_modules", original, expert_parallelize_modules, _IMPORTERS)
+
+    def undo() -> None:
+        module.expert_parallelize_modules = original
+        rebind("expert_parallelize_modules", expert_parallelize_modules, original, _IMPORTERS)
+
+    return undo
+
+
+def _bind(group, plan):
+    """Send the group's calls to a dispatcher of ours; return the plan that the models shall see."""
+    from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+
+    config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan))
+    # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
+    ep_dispatcher.use(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
+    log_once(logging.INFO, f"mindspeed_chunk: Chunk MoE is on: {config}")
+    seen = copy.copy(plan)
+    seen.dispatcher = settings.plain_name(type(plan))
+    return seen
+
+
+PATCH = Patch(
+    name="expert-parallel plan",
+    module="mindspeed_mm.fsdp.distributed.expert_parallel.expert_parallel",
+    target="expert_parallelize_modules",
+    hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
+    expects="expert_parallelize_modules(modules, ep_mesh, plan)",
+    why="the only place that knows a module's plan and its group, before any model looks at the dispatcher's name",
+    until="the host has a registry of dispatchers",
+    apply=apply,
+)

@@ -1,0 +1,105 @@
+"""What a patch is: a record of one seam of the host, checked before it is touched, taken back without a trace.
+
+Nothing heavy is imported here or by any patch at its top: the hooks are set while torch itself is being imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+logger = logging.getLogger("mindspeed_chunk")
+
+WAITING = "waiting"  # its module has not been imported
+READY = "ready"  # it fits, and is applied when a run asks for it
+APPLIED = "applied"
+NOT_NEEDED = "not needed"
+DRIFTED = "drifted"
+
+Undo = Callable[[], None]
+
+
+class NotNeeded(Exception):
+    """The host brings what the patch would; the message says what."""
+
+
+class Drifted(Exception):
+    """The host is not what the patch was written for; the message says what was found."""
+
+
+@dataclass
+class Patch:
+    """One seam.
+
+    Attributes:
+        name: short, for logs and `doctor`.
+        module: the host's module whose import sets it off.
+        target: what is changed in it.
+        hosts: the versions it was made for.
+        expects: the signature or shape it relies on, in words.
+        why, until: why it is needed, and when it can go.
+        apply: changes the module and returns the way back; raises `NotNeeded` or `Drifted` before any change.
+        state, detail: what became of it.
+    """
+
+    name: str
+    module: str
+    target: str
+    hosts: str
+    expects: str
+    why: str
+    until: str
+    apply: Callable[[ModuleType], Undo]
+    state: str = WAITING
+    detail: str = ""
+    undo: Undo | None = None
+
+    def on_import(self, module: ModuleType) -> None:
+        """Check and apply; once. Never raises: an import of the host must not fail because of a plugin."""
+        if self.state != WAITING:
+            return
+        try:
+            self.undo = self.apply(module)
+            self.state = APPLIED
+        except NotNeeded as reason:
+            self.state, self.detail = NOT_NEEDED, str(reason)
+        except Exception as reason:  # whatever a changed host makes of our expectations
+            found = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
+            self.state, self.detail = DRIFTED, found
+            log_once(logging.WARNING, f"{self}; Chunk MoE is not available on this host")
+
+    def take_back(self) -> None:
+        if self.undo is not None:
+            self.undo()
+        self.state, self.detail, self.undo = WAITING, "", None
+
+    def __str__(self) -> str:
+        text = f"mindspeed_chunk: {self.name} ({self.module}.{self.target}): {self.state}"
+        if self.state == DRIFTED:
+            return f"{text}: expected {self.expects}, found {self.detail}"
+        return f"{text}: {self.detail}" if self.detail else text
+
+
+def log_once(level: int, message: str) -> None:
+    """On rank 0, as far as the launcher's environment tells."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.log(level, message)
+
+
+def signature_of(function: Callable) -> str:
+    """Its parameters' names, as records and messages show them."""
+    return f"({', '.join(inspect.signature(function).parameters)})"
+
+
+def rebind(attribute: str, old: object, new: object, modules: tuple[str, ...]) -> None:
+    """Where an already imported module bound `old` under `attribute` by `from ... import`, let it see `new`."""
+    import sys
+
+    for name in modules:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, attribute, None) is old:
+            setattr(module, attribute, new)

@@ -1,0 +1,120 @@
+"""Checks a configuration that asks for Chunk MoE as soon as the host has read it, before the first collective."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+
+from mindspeed_chunk.patches import ep_dispatcher, expert_parallel, settings
+from mindspeed_chunk.patches.config_name import NAME
+from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
+
+from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
+
+_EXPERT_WEIGHTS = ("experts", "gate_up_proj", "down_proj")
+
+
+def apply(module: ModuleType) -> Undo:
+    if hasattr(module.Arguments, "model_post_init"):
+        return _wrap(module.Arguments, "model_post_init", after=lambda arguments, result: check(arguments))
+    if hasattr(module, "parse_args"):
+        return _wrap(module, "parse_args", after=lambda arguments, result: check(result))
+    raise Drifted(f"neither Arguments.model_post_init nor parse_args{signature_of(module.Arguments)}")
+
+
+def _wrap(owner: object, name: str, after) -> Undo:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def checked(first, *args, **kwargs):
+        result = original(first, *args, **kwargs)
+        try:
+            after(first, result)
+        except ConfigError as error:
+            # past the host's own handlers, which would bury it under two tracebacks
+            raise SystemExit(f"mindspeed_chunk: {error}") from None
+        return result
+
+    setattr(owner, name, checked)
+    return lambda: setattr(owner, name, original)
+
+
+def check(arguments: object) -> None:
+    """Raises ConfigError. Does nothing for a configuration that does not ask for Chunk MoE."""
+    parallel = arguments.parallel
+    plan = parallel.ep_plan
+    if plan.dispatcher != NAME or settings.host_dispatcher_chosen():
+        return
+    path = "parallel.ep_plan"
+    ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), path)
+    _check_seams()
+    _check_neighbours(arguments)
+    if not plan.apply_modules:
+        raise ConfigError.about(
+            f"{path}.apply_modules", plan.apply_modules, "chunkmoe needs the names of the experts", "name them"
+        )
+    size = parallel.expert_parallel_size
+    if size == 1:
+        rule = f"{path}.dispatcher: {NAME} has no effect, since MindSpeed-MM then reaches no dispatcher"
+        error = ConfigError.about("parallel.expert_parallel_size", size, rule, "set it to 2 or more")
+        if settings.strict():
+            raise error
+        log_once(logging.WARNING, f"mindspeed_chunk: {error}")
+    experts = _num_experts(arguments)
+    if experts is not None and experts % size:
+        rule = f"must divide the model's number of experts, {experts}"
+        raise ConfigError.about("parallel.expert_parallel_size", size, rule, "change it")
+
+
+def _check_seams() -> None:
+    """The host's modules behind Chunk MoE are imported and looked at now, not in the middle of a run."""
+    for patch in (ep_dispatcher.PATCH, expert_parallel.PATCH):
+        importlib.import_module(patch.module)
+        if patch.state != APPLIED:
+            raise ConfigError(f"parallel.ep_plan.dispatcher: {NAME}: {patch}; use dispatcher: alltoall")
+
+
+def _check_neighbours(arguments: object) -> None:
+    """Features that Chunk MoE does not work with, by the key that turns them on."""
+    features, training = arguments.features, arguments.training
+    if getattr(features, "enable_ep_balance", False):
+        raise ConfigError.about(
+            "features.enable_ep_balance", True, "moves experts between ranks, which chunkmoe does not", "use alltoall"
+        )
+    recipe = getattr(getattr(training, "quantization_plan", None), "recipe_name", None)
+    if recipe:
+        rule = "quantised grouped matmuls are the host's own, and chunkmoe would run plain ones"
+        raise ConfigError.about("training.quantization_plan.recipe_name", recipe, rule, "use alltoall")
+    lora = getattr(training, "lora", None)
+    if getattr(lora, "enable", False):
+        targets = [name for name in lora.target_modules if any(part in name for part in _EXPERT_WEIGHTS)]
+        if targets:
+            rule = "adapters on experts are not seen by a dispatcher, which is handed the plain weights"
+            raise ConfigError.about("training.lora.target_modules", targets, rule, "leave the experts out")
+
+
+def _num_experts(arguments: object) -> int | None:
+    """The model's number of experts, where its folder says so."""
+    folder = getattr(arguments.model, "model_name_or_path", None)
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (TypeError, OSError, ValueError):
+        return None
+    config = config.get("text_config", config)
+    return next((config[key] for key in ("num_experts", "n_routed_experts") if key in config), None)
+
+
+PATCH = Patch(
+    name="start checks",
+    module="mindspeed_mm.fsdp.params.argument",
+    target="Arguments.model_post_init",
+    hosts="26.0.0 (parse_args), 26.1.0, master of 2026-08, newest master",
+    expects="Arguments.model_post_init (26.1 and later) or parse_args(dataclass_type) (26.0)",
+    why="a wrong key must end the run before the first collective, in one line",
+    until="never: it is ours",
+    apply=apply,
+)
