@@ -75,10 +75,11 @@ def all_to_all(
 
     Returns:
         The received rows `[sum(recv_splits) + tail, width]`, not to be read before the work's `wait()`, and the work.
-        Without peers this is `rows` itself where there is no tail.
+        Without peers this is `rows` itself, unless there is a tail or they are a part of a larger buffer, which would
+        then stay alive with them.
     """
     num_received = sum(recv_splits)
-    if group_size(group) == 1 and tail == 0:
+    if group_size(group) == 1 and tail == 0 and rows.untyped_storage().nbytes() == rows.nbytes:
         return rows, DONE
     received = rows.new_empty((num_received + tail, *rows.shape[1:]))
     if tail:

@@ -215,6 +215,7 @@ def check(case: Case, rank: int = 0, ranks: int = 1, group=None, dispatcher=None
     errors = distance(fast, layer.reference(group))
     worst = max(errors.values())
     assert worst <= TOLERANCE[case.dtype], f"{case}: {errors}"
+    assert fast["out"].dtype == (layer.x if case.padded else layer.weight).dtype
     for name in ("x", "weight"):
         if name in fast:
             assert fast[name].dtype == getattr(layer, name).dtype, (name, fast[name].dtype)

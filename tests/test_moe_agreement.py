@@ -37,7 +37,9 @@ def test_ranks_that_differ_get_one_message_on_all_of_them():
         "hidden size: 10 on rank 0, 6 on rank 1": {"hidden": 6},
         "dtype of the rows: torch.float64 on rank 0, torch.float32 on rank 1": {"dtype": torch.float32},
         "dtype of the router weights: torch.float64 on rank 0, torch.float32": {"router_dtype": torch.float32},
-        "needs an input gradient: True on rank 0, False on rank 1": {"frozen": ("x", "weight")},
+        "needs a gradient of the rows: True on rank 0, False on rank 1": {"frozen": ("x",)},
+        "needs a gradient of the router weights: True on rank 0, False on rank 1": {"frozen": ("weight",)},
+        "needs a backward: True on rank 0, False on rank 1": {"frozen": ("x", "weight", "fc1", "fc2")},
         "must be divisible by the size of the expert-parallel group, 2": {"experts": 7},
     }
     cases = [(base, dataclasses.replace(base, **change)) for change in changes.values()]
@@ -45,6 +47,10 @@ def test_ranks_that_differ_get_one_message_on_all_of_them():
     assert first == second
     for wanted, message in zip(changes, first, strict=True):
         assert message is not None and wanted in message and "\n" not in message, (wanted, message)
+
+
+def raising(fc1_RF):
+    raise RuntimeError("no")
 
 
 def disagree_later(rank, world_size):
@@ -66,6 +72,11 @@ def disagree_later(rank, world_size):
         {"fc1_weight": leaves["fc1"].transpose(1, 2)},
         {"selected_experts": layer.index.masked_fill(layer.index == 3, 8)},
         {"skip_moe_pad_tokens": True},
+        {
+            "routing_weights": torch.rand(13, 8, dtype=torch.float64)[: len(layer.x)],
+            "selected_experts": layer.index + 6,
+        },
+        {"activation": raising},
     ]
     messages = []
     for change in changes:
@@ -80,12 +91,14 @@ def test_a_rank_that_goes_wrong_later_is_told_to_all_of_them_too():
     first, second = run_ranks(disagree_later, 2, timeout=60)
     assert first == second
     wanted = [
-        "needs an input gradient: True on rank 0, False on rank 1",
+        "needs a gradient of the rows: True on rank 0, False on rank 1",
         "dtype of the router weights: torch.float64 on rank 0, torch.float32 on rank 1",
         "rank 1: selected_experts: shape",
         "rank 1: fc1_weight, fc2_weight: shapes",
         "on rank 1 of the ids are outside [0, 8)",
         "rank 1: seq_mask: None",
+        "on rank 1 of the ids are outside [0, 8)",
+        "rank 1: activation: it failed on one row of zeros: RuntimeError: no",
     ]
     for message, part in zip(first, wanted, strict=True):
         assert part in message, (part, message)

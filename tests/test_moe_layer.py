@@ -1,7 +1,9 @@
 """The layer on one rank against the reference: values, gradients, dtypes, frozen inputs, autocast, checkpointing."""
 
 import copy
+import dataclasses
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ def test_matches_the_reference(dtype, schedule, recompute):
         {"padded": True},
         {"padded": True, "router_dtype": torch.float32, "dtype": torch.bfloat16},
         {"dense_weights": True},
+        {"dense_weights": True, "padded": True},
         {"activation": "module"},
         {"activation": "module", "recompute": True, "frozen": ("activation",)},
         {"router_dtype": torch.float32, "dtype": torch.bfloat16},
@@ -197,8 +200,9 @@ def test_autocast_state_of_an_activation_is_restored_in_the_backward():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant):
-    for recompute in (False, True):
-        layer = Layer(Case(chunks=3, recompute=recompute))
+    """From the first call on, which tries the activation out."""
+    for recompute, activation in itertools.product((False, True), (None, "module")):
+        layer = Layer(Case(chunks=3, recompute=recompute, activation=activation))
         expected = layer.fast()
         leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
         dispatcher = ChunkMoEDispatcher(layer.case.config())
@@ -262,7 +266,11 @@ def run(layer: Layer, **change):
         (lambda a: {"skip_moe_pad_tokens": True}, "seq_mask: None"),
         (lambda a: {"skip_moe_pad_tokens": True, "seq_mask": torch.ones(3)}, "one for each of the 13 tokens"),
         (lambda a: {"ep_balance_strategy": object()}, "enable_ep_balance"),
-        (lambda a: {"activation": lambda fc1: fc1}, r"must become \(1, 7\)"),
+        (lambda a: {"activation": lambda fc1: fc1 * 1}, r"must become \(1, 7\)"),
+        (lambda a: {"activation": lambda fc1: fc1.new_zeros(len(fc1), 7)}, "does not depend on its input"),
+        (lambda a: {"activation": lambda fc1: fc1.mul_(2)[:, :7]}, "failed on one row of zeros: RuntimeError"),
+        (lambda a: {"activation": lambda fc1: 1 / 0}, "failed on one row of zeros: ZeroDivisionError"),
+        (lambda a: {"fc1_weight": a.fc1_EHF[:, :, :-1]}, r"must be \(8, 10, 14\)"),
         (lambda a: {"activation": ScaledGate(torch.float64), "swiglu_limit": 1.0}, "no meaning beside an activation"),
         (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, 8)}, r"outside \[0, 8\)"),
         (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, -1)}, r"outside \[0, 8\)"),
@@ -277,18 +285,47 @@ def test_wrong_arguments_are_named(change, message):
     run(layer)  # nothing is left behind that would spoil the next call
 
 
-def test_an_activation_that_hides_a_parameter_is_refused():
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+def test_an_activation_that_hides_a_parameter_is_refused_unless_no_gradient_is_asked_for():
+    scale = torch.ones((), dtype=torch.float64)
+    layer, dispatcher = Layer(Case(chunks=2)), ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2))
+    layer.activation = lambda fc1: fc1.chunk(2, -1)[0] * scale
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    layer.call(dispatcher, leaves)
+    scale.requires_grad_()  # a callable may change from call to call
     with pytest.raises(ValueError, match="gradient would be lost"):
-        run(Layer(Case(chunks=2)), activation=lambda fc1: fc1.chunk(2, -1)[0] * scale)
+        layer.call(dispatcher, leaves)
+    with torch.no_grad():
+        layer.call(dispatcher, leaves)
+
+
+def test_callables_that_cannot_be_hashed_or_referenced_weakly_are_activations_too():
+    @dataclasses.dataclass
+    class Unhashable:
+        scale: float = 2.0
+
+        def __call__(self, fc1):
+            return fc1.chunk(2, -1)[0] * self.scale
+
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, fc1):
+            return fc1.chunk(2, -1)[0] * 2
+
+    layer = Layer(Case(chunks=2))
+    assert torch.equal(run(layer, activation=Unhashable()), run(layer, activation=Slotted()))
 
 
 def test_padding_may_hold_any_id():
     """Routers do not care what a padded token's ids are."""
-    layer = Layer(Case(chunks=3, padded=True))
-    expected = layer.fast()
-    layer.index = layer.index.masked_fill(layer.mask[:, None] == 0, 99)
-    assert max(distance(layer.fast(), expected).values()) == 0
+    for dense in (False, True):
+        layer = Layer(Case(chunks=3, padded=True, dense_weights=dense))
+        expected = layer.fast()
+        layer.index = layer.index.masked_fill(layer.mask[:, None] == 0, 99)
+        got = layer.fast()
+        if dense:  # the weight that a padded token's id picks has no gradient, whichever it is
+            assert got["weight"][layer.mask == 0].abs().max() == 0
+        assert max(distance(got, expected).values()) == 0
 
 
 def test_back_ends_that_are_not_there_say_so():
@@ -321,5 +358,73 @@ def test_a_dispatcher_outlives_changing_shapes():
         assert max(distance(layer.fast(dispatcher), layer.reference()).values()) < 1e-12
 
 
-def test_dispatcher_can_be_copied():
-    copy.deepcopy(ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=3)))
+def test_dispatcher_can_be_copied_and_pickled():
+    layer = Layer(Case(chunks=3, activation="module"))
+    dispatcher = ChunkMoEDispatcher(layer.case.config())
+    expected = layer.fast(dispatcher)
+    for twin in (copy.deepcopy(dispatcher), pickle.loads(pickle.dumps(dispatcher))):
+        assert max(distance(layer.fast(twin), expected).values()) == 0
+
+
+def test_a_second_derivative_is_refused_clearly():
+    layer = Layer(Case(chunks=2))
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+    (grad,) = torch.autograd.grad(out, leaves["x"], layer.grad.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_weight_gradients_of_bf16_are_summed_in_fp32():
+    """512 chunks that add 1 each: a sum in bf16 sticks at 256."""
+    tokens = 512
+    fc1, fc2 = torch.ones(1, 4, 2, dtype=torch.bfloat16), torch.ones(1, 1, 4, dtype=torch.bfloat16, requires_grad=True)
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=tokens))
+    ones = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    out = dispatcher(
+        1,
+        ones,
+        torch.zeros_like(ones, dtype=torch.int64),
+        ones.expand(-1, 4),
+        fc1,
+        fc2,
+        activation=lambda f: f[:, :1] / 4,
+    )
+    out.sum().backward()
+    assert fc2.grad.flatten().tolist() == [tokens] * 4
+
+
+def test_router_gradients_of_bf16_rows_are_summed_in_fp32():
+    from mindspeed_chunk.moe.experts import _row_dot
+
+    left, right = torch.rand(2, 50, 333, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = (left.double() * right.double()).sum(-1)
+    assert ((_row_dot(left, right) - exact).abs() / exact).max() < 1e-6
+
+
+def test_an_activation_with_a_matmul_has_its_gradient_when_the_backward_runs_under_autocast_too():
+    """The forward must not leave casts without a graph in autocast's cache for the backward to find."""
+
+    class Projected(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(14, 7)
+
+        def forward(self, fc1_RF):
+            return self.linear(fc1_RF)
+
+    torch.manual_seed(0)
+    layer, activation = Layer(Case(chunks=2, dtype=torch.float32)), Projected()
+    norms = []
+    for inside in (False, True):
+        activation.zero_grad()
+        layer.activation = activation
+        leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+            if inside:
+                out.backward(layer.grad)
+        if not inside:
+            out.backward(layer.grad)
+        norms.append(activation.linear.weight.grad.norm().item())
+    assert norms[0] > 1 and norms[0] == pytest.approx(norms[1], rel=1e-3)

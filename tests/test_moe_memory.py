@@ -41,6 +41,17 @@ def test_exactly_the_rows_fc1s_output_and_the_order_are_kept(chunks):
         assert saved_bytes(saved, leaves) == rows * columns * 4 + rows * 8  # no combine output among it
 
 
+def test_rows_of_padded_tokens_are_not_kept_with_the_others():
+    case = Case(chunks=1, padded=True, tokens=(100,), dtype=torch.float32)
+    layer, saved = Layer(case), []
+    layer.mask[10:] = 0
+    leaves = leaves_of(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer.call(ChunkMoEDispatcher(case.config()), leaves)
+    rows = int(layer.mask.sum()) * case.top_k
+    assert saved_bytes([t for t in saved if t.dim() == 2], leaves) == rows * (10 + 14) * 4 + len(layer.mask)
+
+
 def test_nothing_is_kept_on_the_graph_but_through_saved_tensors():
     """Checkpoint and offload hooks see every tensor: each is swapped for a copy, and no other stays alive."""
     for activation in (None, "module"):

@@ -68,6 +68,19 @@ def count_first_call(rank, world_size):
     return counts
 
 
+def order_of_copy(rank, world_size):
+    layer, leaves, dispatcher = prepared(Case(chunks=3), rank, world_size)
+    with observe() as events:
+        layer.call(dispatcher, leaves, dist.group.WORLD)
+    return [e.name for e in events]
+
+
+def test_the_first_permute_is_queued_before_the_host_copy_is_waited_for():
+    """The gather is launched first and read as late as its figures are needed: by the first dispatch."""
+    for names in run_ranks(order_of_copy, 2):
+        assert names[:4] == ["plan", "P0", "plan", "D0"]
+
+
 def test_agreement_is_made_once():
     """The first call costs one gather more, and two all-to-alls that check the wire."""
     steady = {"all_to_all": 8, "gather": 1, "other": 0}

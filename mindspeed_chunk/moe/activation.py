@@ -41,21 +41,25 @@ class CustomActivation:
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], device_type: str, width_out: int) -> None:
         self._function, self._device_type, self._width_out = function, device_type, width_out
         self._autocast = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        self.parameters = trainable_parameters(function)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """As they are now: FSDP2 may swap them for others between the forward and the backward."""
+        return trainable_parameters(self._function)
 
     def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
         if fc1_RF.shape[0] == 0:
             return fc1_RF.new_empty((0, self._width_out))
         enabled, dtype = self._autocast
-        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+        # no cache: it would hand a parameter's cast made here, without a graph, to the backward, which needs one
+        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
             return self._function(fc1_RF).to(fc1_RF.dtype)
 
     def differentiate(self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Pullback]:
         """As `SwiGLU.differentiate`; the function also adds the gradients of `parameters` to `totals`."""
         if fc1_RF.shape[0] == 0:
             return self(fc1_RF), lambda grad_RI: torch.empty_like(fc1_RF)
-        # its parameters as they are now: FSDP2 may have swapped them for others since the forward
-        parameters = trainable_parameters(self._function)
+        parameters = self.parameters
         with torch.enable_grad():
             leaf_RF = fc1_RF.detach().requires_grad_()
             activated_RI = self(leaf_RF)
@@ -69,16 +73,23 @@ class CustomActivation:
         return activated_RI.detach(), pullback
 
     def problem(self, probe_1F: torch.Tensor) -> str | None:
-        """What is wrong with the callable, found out with one row of zeros, or None."""
-        with torch.enable_grad():
-            out = self(probe_1F)
+        """What is wrong with the callable, found out with one row of zeros, or None. No checkpoint sees it."""
+        keep_to_itself = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        probe_1F = probe_1F.detach().requires_grad_()
+        try:
+            with torch.enable_grad(), keep_to_itself:
+                out = self(probe_1F)
+        except Exception as error:  # a caller's code: whatever it raises here, the other ranks must hear of it
+            return f"activation: it failed on one row of zeros: {type(error).__name__}: {' '.join(str(error).split())}"
         if out.shape != (1, self._width_out):
             return (
                 f"activation: {tuple(probe_1F.shape)} became {tuple(out.shape)}: must become (1, {self._width_out}), "
                 "the rows that fc2 takes"
             )
-        known = {id(parameter) for parameter in self.parameters}
-        if any(id(leaf) not in known for leaf in _leaves(out)):
+        leaves = {id(leaf) for leaf in _leaves(out)}
+        if id(probe_1F) not in leaves:
+            return "activation: its output does not depend on its input through operations that can be differentiated"
+        if torch.is_grad_enabled() and leaves - {id(probe_1F), *map(id, self.parameters)}:
             return (
                 "activation: it uses a tensor that needs a gradient and is not a parameter of a module it belongs to: "
                 "the gradient would be lost; pass an nn.Module, or a method of one"

@@ -51,6 +51,7 @@ class AllToAllDispatcher:
             fc2=fc2_weight,
             weight_layout=self.weight_layout,
             group=ep_group,
+            ep_balance_strategy=ep_balance_strategy,
             swiglu_limit=swiglu_limit,
             skip_pad=skip_moe_pad_tokens,
             seq_mask=seq_mask,

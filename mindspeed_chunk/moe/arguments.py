@@ -12,6 +12,7 @@ from mindspeed_chunk.dist import group_size
 from mindspeed_chunk.moe.experts import Needs
 
 WEIGHT_LAYOUTS = ("LHF", "LFH")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Arguments:
 
     Attributes:
         num_experts: E, over all ranks.
-        routing_weights: `[T, K]` or `[T, E]`.
+        routing_weights: `[T, K]` or `[T, E]`; where K = E the former, as the host reads it.
         selected_experts: `[T, K]`.
         x_TH: the flattened hidden states.
         fc1, fc2: `[L, H, F]` and `[L, I, H]`, or both transposed where `weight_layout` is "LFH".
@@ -34,6 +35,7 @@ class Arguments:
     fc2: torch.Tensor
     weight_layout: str
     group: dist.ProcessGroup | None
+    ep_balance_strategy: object | None
     swiglu_limit: float
     skip_pad: bool
     seq_mask: torch.Tensor | None
@@ -60,7 +62,8 @@ class Arguments:
     def weight_TK(self) -> torch.Tensor:
         if self.routing_weights.shape == self.selected_experts.shape:
             return self.routing_weights
-        return self.routing_weights.gather(1, self.selected_experts.to(torch.int64))
+        # ids out of range are refused when the plan is read, and those of padded tokens may be anything
+        return self.routing_weights.gather(1, self.selected_experts.to(torch.int64).clamp(0, self.num_experts - 1))
 
     def pad_T(self) -> torch.Tensor | None:
         return self.seq_mask.reshape(-1) == 0 if self.skip_pad else None
@@ -73,11 +76,11 @@ class Arguments:
 
     def problem(self) -> str | None:
         """What is wrong, in one line, or None. Looks at shapes, dtypes and devices only."""
-        return self._routing_problem() or self._weights_problem() or self._mask_problem()
+        return self._routing_problem() or self._weights_problem() or self._option_problem()
 
     def _routing_problem(self) -> str | None:
         index, weights = self.selected_experts, self.routing_weights
-        if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8) or not weights.is_floating_point():
+        if index.dtype not in _INTEGERS or not weights.is_floating_point():
             return (
                 f"selected_experts, routing_weights: {index.dtype} and {weights.dtype}: must be integers and floating "
                 "point; are they in the right order?"
@@ -101,10 +104,11 @@ class Arguments:
         if self.fc1.dim() != 3 or self.fc2.dim() != 3:
             return f"fc1_weight, fc2_weight: {self.fc1.dim()} and {self.fc2.dim()} dimensions: must be 3, experts first"
         local, hidden = self.num_experts // ep, self.x_TH.shape[1]
-        width = self.fc2_width if self.activation is not None else self.fc1_width // 2
-        fc1, fc2 = (local, hidden, self.fc1_width), (local, width, hidden)
+        width = self.fc2_width
+        fc1_width = self.fc1_width if self.activation is not None else 2 * width
+        fc1, fc2 = (local, hidden, fc1_width), (local, width, hidden)
         if self.weight_layout == "LFH":
-            fc1, fc2 = (local, self.fc1_width, hidden), (local, hidden, width)
+            fc1, fc2 = (local, fc1_width, hidden), (local, hidden, width)
         if self.fc1.shape != fc1 or self.fc2.shape != fc2:
             return (
                 f"fc1_weight, fc2_weight: shapes {tuple(self.fc1.shape)} and {tuple(self.fc2.shape)}: must be {fc1} "
@@ -117,7 +121,9 @@ class Arguments:
             )
         return None
 
-    def _mask_problem(self) -> str | None:
+    def _option_problem(self) -> str | None:
+        if self.ep_balance_strategy is not None:
+            return "features.enable_ep_balance: true: Chunk MoE has no such thing; use dispatcher: alltoall"
         if self.skip_pad and self.seq_mask is None:
             return "seq_mask: None: must be given where skip_moe_pad_tokens is on"
         if self.skip_pad and self.seq_mask.numel() != self.x_TH.shape[0]:

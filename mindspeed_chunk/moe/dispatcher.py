@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
@@ -53,7 +54,15 @@ class ChunkMoEDispatcher:
         self.weight_layout = weight_layout
         # per group, what its ranks have agreed on of that which decides the size of a plan's gather
         self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
-        self._probed: weakref.WeakSet = weakref.WeakSet()
+        # modules that have passed as activations, and with which widths and dtypes
+        self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict:
+        """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
+        return {"config": self.config, "weight_layout": self.weight_layout}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
 
     def __call__(
         self,
@@ -75,7 +84,8 @@ class ChunkMoEDispatcher:
 
         Args:
             num_experts: E, over all ranks.
-            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts`. Floating point.
+            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (where K = E: the former, as
+                the host has it). Floating point.
             selected_experts: `[T, K]`, integers in [0, E).
             hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
             fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
@@ -92,10 +102,9 @@ class ChunkMoEDispatcher:
 
         Raises:
             ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
-                by the group's size, expert ids out of range, or ranks that differ in what must be equal.
+                by the group's size, expert ids out of range, or ranks that differ in what must be equal. Only an E
+                that changes after the first call, and on some ranks alone, cannot be told.
         """
-        if ep_balance_strategy is not None:
-            raise ValueError("features.enable_ep_balance: true: Chunk MoE has no such thing; use dispatcher: alltoall")
         arguments = Arguments(
             num_experts=num_experts,
             routing_weights=routing_weights,
@@ -105,6 +114,7 @@ class ChunkMoEDispatcher:
             fc2=fc2_weight,
             weight_layout=self.weight_layout,
             group=ep_group,
+            ep_balance_strategy=ep_balance_strategy,
             swiglu_limit=swiglu_limit,
             skip_pad=skip_moe_pad_tokens,
             seq_mask=seq_mask,
@@ -114,7 +124,7 @@ class ChunkMoEDispatcher:
         return self._run(arguments, pending, tokens, route_TK)
 
     def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
-        """Check, agree, count, and launch the plan's gather: the same collectives on every rank, whatever it found."""
+        """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found."""
         group, device, num_experts = arguments.group, arguments.x_TH.device, arguments.num_experts
         error = self._problem(arguments)
         settings = {} if error else self._settings(arguments)
@@ -192,14 +202,19 @@ class ChunkMoEDispatcher:
             return str(refusal)
         if arguments.activation is None:
             return None
-        # a bound method is a new object each time it is looked up; what it is bound to stays
-        owner = getattr(arguments.activation, "__self__", arguments.activation)
-        if owner in self._probed:
+        return self._activation_problem(arguments)
+
+    def _activation_problem(self, arguments: Arguments) -> str | None:
+        """Modules are tried once for each use they are put to; another callable may change, and is tried each time."""
+        module = arguments.activation if isinstance(arguments.activation, nn.Module) else None
+        dtype, grad = arguments.compute_dtype, torch.is_grad_enabled()
+        use = (arguments.fc1_width, arguments.fc2_width, dtype, grad)
+        if module is not None and use in self._probed.setdefault(module, set()):
             return None
-        probe = torch.zeros((1, arguments.fc1_width), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
-        error = self._activation(arguments).problem(probe)
-        if error is None:
-            self._probed.add(owner)
+        probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=arguments.x_TH.device)
+        error = self._activation(arguments).problem(probe_1F)
+        if error is None and module is not None:
+            self._probed[module].add(use)
         return error
 
     def _settings(self, arguments: Arguments) -> dict[str, object]:
@@ -214,8 +229,9 @@ class ChunkMoEDispatcher:
             "hidden size": arguments.x_TH.shape[1],
             "dtype of the rows": arguments.compute_dtype,
             "dtype of the router weights": arguments.routing_weights.dtype,
+            "needs a gradient of the rows": needs.rows,
+            "needs a gradient of the router weights": needs.weights,
             "needs a backward": needs.any,
-            "needs an input gradient": needs.input,
         }
 
     def _agree_once(

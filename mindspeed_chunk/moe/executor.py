@@ -30,7 +30,7 @@ from mindspeed_chunk.observe import emit, listening
 
 @dataclass(frozen=True)
 class Call:
-    """What one layer call is told beside its tensors. Holds none, so the backward may keep it.
+    """What one layer call is told beside its tensors. Holds none of its own, so the backward may keep it.
 
     Attributes:
         schedule: name of the schedule, forward and backward.
@@ -214,7 +214,9 @@ class _Backward(_Walk):
         plan, chunk, call = self._chunk_plan(c), self._chunks[c], self._call
         _, rows_RH, fc1_RF = self._saved_of(c)
         packed_RW = call.ops.regroup(chunk.arrived(), plan.counts)
-        back_RW = packed_RW.new_empty((rows_RH.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
+        back_RW = None
+        if call.needs.input:
+            back_RW = packed_RW.new_empty((rows_RH.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
         chunk.operands = self._experts.input_grad(
             packed_RW[:, : self._hidden],
             tail(packed_RW, self._hidden, self._weight_TK.dtype),
@@ -223,10 +225,10 @@ class _Backward(_Walk):
             plan.rows_per_expert,
             call.needs,
             self.activation_totals,
-            out_rows_RH=back_RW[:, : self._back_hidden],
-            out_weight_R=tail(back_RW, self._back_hidden, self._weight_TK.dtype),
+            out_rows_RH=None if back_RW is None else back_RW[:, : self._back_hidden],
+            out_weight_R=None if back_RW is None else tail(back_RW, self._back_hidden, self._weight_TK.dtype),
         )
-        if call.needs.input:
+        if back_RW is not None:
             chunk.send = call.ops.regroup_backward(back_RW, plan.counts)
         else:
             chunk.in_flight = False

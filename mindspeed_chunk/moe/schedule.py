@@ -15,6 +15,7 @@ same names.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Action(NamedTuple):
 Schedule = tuple[Action, ...]
 
 
+@functools.cache
 def build(name: str, num_chunks: int, *, backward: bool = False, drop: str = "") -> Schedule:
     """The schedule `name` for `num_chunks` chunks.
 
