@@ -73,7 +73,7 @@ def disagree_later(rank, world_size):
         {"selected_experts": layer.index.masked_fill(layer.index == 3, 8)},
         {"skip_moe_pad_tokens": True},
         {
-            "routing_weights": torch.rand(13, 8, dtype=torch.float64)[: len(layer.x)],
+            "routing_weights": torch.rand(len(layer.x), 8, dtype=torch.float64).requires_grad_(),
             "selected_experts": layer.index + 6,
         },
         {"activation": raising},
