@@ -35,6 +35,7 @@ setup(
         "rich",
     ],
     entry_points={
+        "console_scripts": ["mindspeed-chunk = mindspeed_chunk.tools.__main__:main"],
         # torch calls these at the end of its own import
         "torch.backends": ["mindspeed_chunk = mindspeed_chunk.autoload:autoload"],
     },

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from functools import partial
 
-from mindspeed_chunk.patches import config_name, ep_chunkmoe, ep_dispatcher, expert_parallel, settings, start_checks
+from mindspeed_chunk.patches import (
+    config_name,
+    cpu_device,
+    ep_chunkmoe,
+    ep_dispatcher,
+    expert_parallel,
+    settings,
+    start_checks,
+)
 from mindspeed_chunk.patches.record import Patch
 
-PATCHES: tuple[Patch, ...] = tuple(
-    module.PATCH for module in (config_name, start_checks, expert_parallel, ep_dispatcher, ep_chunkmoe)
+PATCHES: tuple[Patch, ...] = (
+    *(module.PATCH for module in (config_name, start_checks, expert_parallel, ep_dispatcher, ep_chunkmoe)),
+    *cpu_device.PATCHES,
 )
 
 _hooked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import typing
 from types import ModuleType
@@ -46,6 +47,14 @@ def _admit_extra_keys(plan: type) -> Undo:
 
     original = plan.__init__
     allow_extra_fields(plan)
+    admitting = plan.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        # any other plan keeps the host's own answer to keys it does not know
+        (admitting if kwargs.get("dispatcher") == NAME else original)(self, *args, **kwargs)
+
+    plan.__init__ = __init__
 
     def undo() -> None:
         plan.__init__ = original

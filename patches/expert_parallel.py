@@ -8,9 +8,9 @@ import inspect
 import logging
 from types import ModuleType
 
-from mindspeed_chunk.patches import ep_dispatcher, settings
+from mindspeed_chunk.patches import config_name, ep_dispatcher, settings
 from mindspeed_chunk.patches.config_name import NAME
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once, rebind, signature_of
+from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Undo, log_once, rebind, signature_of
 
 from mindspeed_chunk.config import ChunkMoEConfig
 
@@ -24,7 +24,10 @@ def apply(module: ModuleType) -> Undo:
 
     @functools.wraps(original)
     def expert_parallelize_modules(modules, ep_mesh, plan):
-        if plan.dispatcher != NAME or settings.host_dispatcher_chosen():
+        if plan.dispatcher != NAME:
+            return original(modules, ep_mesh, plan)
+        if settings.host_dispatcher_chosen():
+            log_once(logging.INFO, f"mindspeed_chunk: {settings.DISPATCHER}=host: the host's own {NAME} runs")
             return original(modules, ep_mesh, plan)
         return original(modules, ep_mesh, _bind(ep_mesh.get_group(), plan))
 
@@ -46,6 +49,9 @@ def _bind(group, plan):
     # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
     ep_dispatcher.use(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
     log_once(logging.INFO, f"mindspeed_chunk: Chunk MoE is on: {config}")
+    if config_name.PATCH.state == NOT_NEEDED:
+        choice = f"{settings.DISPATCHER}=host chooses it"
+        log_once(logging.INFO, f"mindspeed_chunk: the host's own {NAME} is not used ({choice})")
     seen = copy.copy(plan)
     seen.dispatcher = settings.plain_name(type(plan))
     return seen

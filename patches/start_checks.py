@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from mindspeed_chunk.patches import ep_dispatcher, expert_parallel, settings
+from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, settings
 from mindspeed_chunk.patches.config_name import NAME
 from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
 
@@ -47,7 +47,11 @@ def check(arguments: object) -> None:
     """Raises ConfigError. Does nothing for a configuration that does not ask for Chunk MoE."""
     parallel = arguments.parallel
     plan = parallel.ep_plan
-    if plan.dispatcher != NAME or settings.host_dispatcher_chosen():
+    if plan.dispatcher != NAME:
+        return
+    if settings.host_dispatcher_chosen():
+        if config_name.PATCH.state == APPLIED:  # the name is ours, so the host has nothing behind it
+            raise ConfigError.about(settings.DISPATCHER, "host", "this host has no chunkmoe of its own", "unset it")
         return
     path = "parallel.ep_plan"
     ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), path)
@@ -80,7 +84,7 @@ def _check_seams() -> None:
 
 def _check_neighbours(arguments: object) -> None:
     """Features that Chunk MoE does not work with, by the key that turns them on."""
-    features, training = arguments.features, arguments.training
+    features, training = getattr(arguments, "features", None), arguments.training  # 26.0 has no features
     if getattr(features, "enable_ep_balance", False):
         raise ConfigError.about(
             "features.enable_ep_balance", True, "moves experts between ranks, which chunkmoe does not", "use alltoall"

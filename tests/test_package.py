@@ -18,7 +18,7 @@ PACKAGES = {"mindspeed_chunk": ROOT / "mindspeed_chunk", "mindspeed_chunk.patche
 OLDEST_PYTHON = (3, 10)
 MAX_LINES = 400
 # Who may import whom: a part only imports parts of its own or a higher number.
-LAYERS = {"tools": 0, "standalone": 0, "patches": 0, "moe": 1, "mbs": 1}
+LAYERS = {"tools": 0, "standalone": 0, "patches": 0, "autoload": 0, "launch": 0, "moe": 1, "mbs": 1}
 BASE_LAYER = 2
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(pypi|pythonhosted|download\.pytorch|debian|ubuntu)\.(org|com)")
@@ -103,13 +103,18 @@ def test_wheel_holds_every_file_of_the_packages(tmp_path):
     answer = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    installed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheel).namelist()
+    installed = {name for name in names if ".dist-info/" not in name}
     expected = {"mindspeed_chunk/patches/README.md"}
     for package, folder in PACKAGES.items():
         for path in python_files():
             if folder in path.parents:
                 expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
     assert installed == expected
+    (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    points = zipfile.ZipFile(wheel).read(points).decode()
+    assert "[console_scripts]\nmindspeed-chunk = mindspeed_chunk.tools.__main__:main\n" in points
+    assert "[torch.backends]\nmindspeed_chunk = mindspeed_chunk.autoload:autoload\n" in points
 
 
 def test_every_python_file_is_short_and_parses_with_the_oldest_python():

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import pytest
+import yaml
 
 from launcher import run_ranks
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
@@ -17,7 +18,6 @@ from mindspeed_chunk.standalone.prepare import prepare
 from standalone_ranks import EXAMPLE, MODEL, YAML, read, user_errors
 
 EXPERTS = "model.language_model.layers.{*}.mlp.experts"
-FRAGMENT = str(EXAMPLE / "qwen3_5_35b_chunkmoe.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +163,20 @@ def test_both_chunk_sizes_warn_among_the_others():
     assert len(told) == 1 and "moe_num_chunks is used" in told[0]
 
 
-def test_fragment_for_the_35b():
-    """The fragment holds what it says, with nothing that the trainer would not understand."""
-    extra = ["model.model_name_or_path=x", "data.dataset_param.basic_parameters.cutoff_len=16384"]
-    config, told = load_config(FRAGMENT, extra, 16)
-    assert told == []
-    assert config.ep_size == 8 and config.ep.dispatcher == "chunkmoe"
-    assert config.chunk_moe == ChunkMoEConfig(moe_num_chunks=2)
+def test_files_for_the_35b():
+    """The two say what they are for, and differ in nothing else."""
+    contents = []
+    for name, chunks in (
+        ("qwen3_5_35b_npu.yaml", {"moe_num_chunks": 2}),
+        ("qwen3_5_35b_npu_memory.yaml", {"moe_num_chunks": 4, "chunk_moe_recompute": True}),
+    ):
+        config, _ = load_config(str(EXAMPLE / name), ["model.attn_implementation=sdpa"], 16)
+        assert config.ep_size == 8 and config.ep.dispatcher == "chunkmoe"
+        assert config.chunk_moe == ChunkMoEConfig(**chunks)
+        contents.append(yaml.safe_load((EXAMPLE / name).read_text(encoding="utf-8")))
+        for key in chunks:
+            del contents[-1]["parallel"]["ep_plan"][key]
+    assert contents[0] == contents[1]
 
 
 def test_patterns():

@@ -1,0 +1,34 @@
+"""The command line: `mindspeed-chunk COMMAND`, or `python -m mindspeed_chunk.tools COMMAND`."""
+
+import argparse
+import importlib
+import sys
+
+import mindspeed_chunk
+
+COMMANDS = {
+    "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
+    "bench": "times one MoE layer on two ranks of this machine",
+}
+
+
+def main() -> int:
+    listing = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-chunk",
+        usage="mindspeed-chunk [--version] COMMAND [OPTIONS]",
+        epilog=f"commands:\n{listing}\n\nmindspeed-chunk COMMAND --help tells a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mindspeed_chunk {mindspeed_chunk.__version__}")
+    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    # imported when it is asked for: the benchmark needs torch
+    module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
+    sys.argv = [sys.argv[0], *chosen.options]
+    return module.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

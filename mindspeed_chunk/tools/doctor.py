@@ -1,0 +1,271 @@
+"""Tells on one screen what is installed and whether Chunk MoE can run in MindSpeed-MM here; exits with 1 if not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mindspeed_chunk.tools import environment, host_probe
+
+_TIMEOUT = 600  # seconds; a host on a network drive imports slowly
+_PLACEHOLDER = "a placeholder of a package index, or a version without FSDP2; uninstall it and install a checkout"
+
+
+def main() -> int:
+    options = _options()
+    if importlib.util.find_spec("mindspeed_chunk.patches") is None:
+        print("mindspeed_chunk is on Python's path but not installed: pip install it", file=sys.stderr)
+        return 1
+    if options.markdown:
+        print(markdown())
+        return 0
+    report = examine()
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(report)
+    return int(not report["ok"])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mindspeed-chunk doctor", description=__doc__)
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="one JSON object instead of the screen")
+    forms.add_argument(
+        "--markdown", action="store_true", help="the table of all patches, from their records; no checks"
+    )
+    return parser.parse_args()
+
+
+def markdown() -> str:
+    """One row a patch, for `patches/README.md`."""
+    from mindspeed_chunk.patches import PATCHES
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    rows = ["| patch | target | hosts | expects | why | until |", "|---|---|---|---|---|---|"]
+    for patch in PATCHES:
+        target = f"`{patch.module}`: {patch.target}"
+        cells = (patch.name, target, patch.hosts, patch.expects, patch.why, patch.until)
+        rows.append(f"| {' | '.join(map(cell, cells))} |")
+    return "\n".join(rows)
+
+
+def examine() -> dict:
+    """The report: what `--json` prints. `ok` is false exactly if there are `reasons`."""
+    from mindspeed_chunk.patches import settings
+    from mindspeed_chunk.patches.record import APPLIED, READY
+
+    probed = _probe()
+    set_here = {
+        name: os.environ.get(name)
+        for name in (
+            environment.TORCH_AUTOLOAD,
+            settings.DISABLE,
+            settings.DISPATCHER,
+            settings.STRICT,
+            settings.DEVICE,
+            "NON_MEGATRON",
+        )
+    }
+    called = probed.get("autoloaded")  # None: torch cannot be imported
+    autoload = bool(called) and not settings.disabled()
+    patches = probed.get("patches", [])
+    if not autoload:
+        for patch in patches:
+            patch["state"] = READY if patch["state"] == APPLIED else patch["state"]
+    report = {
+        "versions": environment.versions(),
+        "places": probed.get("places", {}),
+        "host": probed.get("host"),
+        "autoload": {"on": autoload, "torch_calls_it": called, "entry_point": environment.entry_point_installed()},
+        "environment": set_here,
+        "patches": patches,
+        "device": "cpu" if set_here[settings.DEVICE] == "cpu" else probed.get("device"),
+        "backends": probed.get("backends", []),
+        "chunkmoe": _chunkmoe(probed.get("host")),
+    }
+    report["notes"] = _notes(report)
+    report["reasons"] = _reasons(report, probed)
+    report["ok"] = not report["reasons"]
+    return report
+
+
+def _probe() -> dict:
+    """What `host_probe` found, or `error`: why it found nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        # the stock FSDP2 scripts set it; without it the host imports Megatron
+        environ = {"NON_MEGATRON": "true", **os.environ}
+        command = [sys.executable, host_probe.__file__, str(result)]
+        try:
+            ended = subprocess.run(
+                command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"the imports of torch and the host did not end in {_TIMEOUT} s"}
+        if not result.is_file():
+            last = (ended.stderr.strip() or "no message").splitlines()[-1]
+            return {"error": f"the imports of torch and the host ended the process with {ended.returncode}: {last}"}
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _chunkmoe(host: dict | None) -> dict:
+    """Which one `dispatcher: chunkmoe` runs: "ours", "the host's", or None if neither can."""
+    from mindspeed_chunk.patches import settings
+
+    own = host is not None and "chunkmoe" in host["dispatchers"]
+    runs = None
+    if settings.disabled() or settings.host_dispatcher_chosen():
+        runs = "the host's" if own else None
+    elif host is not None:
+        runs = "ours"
+    return {"runs": runs, "host_has_one": own}
+
+
+def _notes(report: dict) -> list[str]:
+    """What does not stand in the way, but should be known."""
+    notes = []
+    places, variables, autoload = report["places"], report["environment"], report["autoload"]
+    if autoload["torch_calls_it"] is False:
+        notes.append(
+            f"torch does not load the plugin ({_why_not_loaded(autoload, variables)}); until it does, start with "
+            "torchrun ... -m mindspeed_chunk.launch mindspeed_mm/fsdp/train/trainer.py CONFIG.yaml"
+        )
+    for package, variable in host_probe.HOMES.items():
+        place = places.get(package, {})
+        home = os.environ.get(variable)
+        if home and place.get("by") != variable:
+            notes.append(f"{variable}: {home}: has no folder {package}")
+        if place.get("by") == variable and not place["on_path"]:
+            notes.append(f"{package} is found by {variable} only; a run needs it installed, or on PYTHONPATH")
+    if report["host"] and variables["NON_MEGATRON"] != "true":
+        notes.append("NON_MEGATRON is not true here; the stock FSDP2 scripts set it, and so did this check")
+    return notes
+
+
+def _reasons(report: dict, probed: dict) -> list[str]:
+    """Why `dispatcher: chunkmoe` could not run in MindSpeed-MM here, one line each."""
+    from mindspeed_chunk.patches import settings
+    from mindspeed_chunk.patches.record import DRIFTED
+
+    reasons = [problem for key in ("error", "torch_error") if (problem := probed.get(key))]
+    if "torch_error" in probed:
+        reasons[-1] = f"torch cannot be imported: {reasons[-1]}"
+    reasons += environment.broken_requirements()
+    runs = report["chunkmoe"]["runs"]
+    if settings.disabled() and runs != "the host's":
+        reasons.append(f"{settings.DISABLE}=1 turns the plugin off")
+    elif report["host"] and runs is None:
+        reasons.append(f"{settings.DISPATCHER}=host, but this host has no chunkmoe of its own; unset it")
+    host = probed.get("places", {}).get("mindspeed_mm")
+    if host is not None and not host["folders"]:
+        reasons.append(_no_host())
+    for package, place in probed.get("places", {}).items():
+        if place["folders"] and not place["has_fsdp"]:
+            reasons.append(f"{package} at {place['folders'][0]}: no {package}.fsdp in it: {_PLACEHOLDER}")
+    states = [patch for patch in report["patches"] if patch["state"] in (DRIFTED, host_probe.UNKNOWN)]
+    # one cause often fails several imports
+    by_cause = {patch["detail"].rpartition(" cannot be imported: ")[2]: patch for patch in reversed(states)}
+    reasons += [f"{patch['name']}: {patch['state']}: {patch['detail']}" for patch in reversed(by_cause.values())]
+    device, backends = report["device"], report["backends"]
+    if device is not None and device not in backends and runs != "the host's":
+        reasons.append(f"this version has no back end for the device here, {device} (it has: {', '.join(backends)})")
+    if report["host"] and device == "cpu" and report["environment"][settings.DEVICE] != "cpu":
+        reasons.append(f"no NPU and no GPU here; {settings.DEVICE}=cpu lets MindSpeed-MM run on the CPU")
+    return reasons
+
+
+def _no_host() -> str:
+    text = "MindSpeed-MM is not found; only the embedded trainer, python -m mindspeed_chunk.standalone, can run here"
+    if Path("mindspeed_mm", "fsdp").is_dir():
+        return f"{text} (there is a checkout in this folder: pip install -e . in it, or put it on PYTHONPATH)"
+    if environment.version_of("mindspeed-mm"):
+        return f"{text} (the installed mindspeed-mm is {_PLACEHOLDER})"
+    return text
+
+
+def _why_not_loaded(autoload: dict, variables: dict[str, str | None]) -> str:
+    value = variables[environment.TORCH_AUTOLOAD]
+    if value not in (None, "1"):
+        return f"{environment.TORCH_AUTOLOAD}={value}"
+    if not autoload["entry_point"]:
+        return "its entry point is missing: install it again"
+    return 'it failed: python -c "import torch" says why'
+
+
+def show(report: dict) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from mindspeed_chunk.patches.record import APPLIED, DRIFTED, READY
+
+    # a narrow pipe would cut every path in pieces
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in _facts(report):
+        facts.add_row(f"[bold]{name}[/bold]", escape(text))
+    console.print(facts)
+    colours = {APPLIED: "green", READY: "green", DRIFTED: "red", host_probe.UNKNOWN: "red"}
+    if report["patches"]:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for heading in ("patch", "state", "detail"):
+            table.add_column(heading)
+        for patch in report["patches"]:
+            colour = colours.get(patch["state"], "default")
+            table.add_row(escape(patch["name"]), f"[{colour}]{patch['state']}[/]", escape(patch["detail"]))
+        console.print()
+        console.print(table)
+    console.print()
+    for note in report["notes"]:
+        console.print(f"note: {escape(note)}")
+    if report["ok"]:
+        console.print("[green]chunkmoe can run here[/green]")
+    else:
+        console.print("[red]chunkmoe could not run here:[/red]")
+        for reason in report["reasons"]:
+            console.print(f"  {escape(reason)}")
+
+
+def _facts(report: dict) -> list[tuple[str, str]]:
+    """The upper part of the screen."""
+    versions, variables, host = report["versions"], report["environment"], report["host"]
+    rows = [(name, version or "not found") for name, version in versions.items() if name not in host_probe.HOMES]
+    for package, name in (("mindspeed", "MindSpeed"), ("mindspeed_mm", "MindSpeed-MM")):
+        place = report["places"].get(package, {})
+        text = f"{place['folders'][0]} (by {place['by']})" if place.get("folders") else "not found"
+        if versions[package] and place.get("by") != host_probe.HOMES[package]:
+            text = f"{versions[package]}; {text}"
+        if package == "mindspeed_mm" and host:
+            text = f"{host['generation']}, by its signatures; {text}"
+        rows.append((name, text))
+    chunkmoe = report["chunkmoe"]
+    own = "the host has one of its own, MINDSPEED_CHUNK_DISPATCHER=host runs it" if chunkmoe["host_has_one"] else ""
+    rows += [
+        ("autoload", "on" if report["autoload"]["on"] else "off"),
+        (
+            "switches",
+            ", ".join(f"{name}={value}" for name, value in variables.items() if value is not None) or "none set",
+        ),
+        ("chunkmoe", "; ".join(filter(None, (f"runs {chunkmoe['runs'] or 'none'}", own)))),
+        (
+            "device",
+            f"{report['device'] or 'unknown'}; back ends of this version: {', '.join(report['backends']) or '-'}",
+        ),
+    ]
+    if host:
+        wrapper = {
+            "none": "not wrapped by the host",
+            "in its source": "wrapped process-wide by the host once it shards experts: asynchronous calls wait at once",
+            "applied": "wrapped process-wide by the host: asynchronous calls wait at once",
+        }
+        rows.append(("all_reduce", wrapper[host["all_reduce_wrapper"]]))
+    return rows

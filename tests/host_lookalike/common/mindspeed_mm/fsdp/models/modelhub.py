@@ -1,0 +1,50 @@
+"""Builds the tiny model that a folder's config.json describes."""
+
+import importlib
+import json
+from pathlib import Path
+
+from torch import nn
+
+# kind: module, block, and where the block's experts stand
+BLOCKS = {
+    "qwen3_5_moe": ("mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock"),
+    "generic": ("mindspeed_mm.fsdp.models.generic", "GenericBlock"),
+    "mimov2_5": ("mindspeed_mm.fsdp.models.mimov2_5.modeling_mimo_v2", "PatchMiMoV2MoE"),
+    "wan2_2": ("mindspeed_mm.fsdp.models.wan2_2.modeling_wan2_2", "WanSparseMoEBlock"),
+    "kimi_k3": ("mindspeed_mm.fsdp.models.kimi_k3.kimi_moe_patch", "PatchKimiSparseMoeBlock"),
+}
+
+
+def block_class(kind):
+    module, name = BLOCKS[kind]
+    return getattr(importlib.import_module(module), name)
+
+
+class TinyModel(nn.Module):
+    """Embedding, MoE layers with a residual, head."""
+
+    def __init__(self, config):
+        super().__init__()
+        kind, sizes = block_class(config["model_type"]), config["text_config"]
+        hidden = sizes["hidden_size"]
+        block = sizes["num_experts"], hidden, sizes["moe_intermediate_size"], sizes["num_experts_per_tok"]
+        self.embed = nn.Embedding(sizes["vocab_size"], hidden)
+        self.layers = nn.ModuleList(kind(*block) for _ in range(sizes["num_hidden_layers"]))
+        self.lm_head = nn.Linear(hidden, sizes["vocab_size"], bias=False)
+
+    def forward(self, tokens, seq_mask=None):
+        hidden_states = self.embed(tokens)
+        for layer in self.layers:
+            hidden_states = hidden_states + layer(hidden_states, seq_mask)
+        return self.lm_head(hidden_states)
+
+
+class ModelHub:
+    @staticmethod
+    def build(model_config, features=None):
+        model = TinyModel(json.loads((Path(model_config.model_name_or_path) / "config.json").read_text()))
+        for module in model.modules():
+            if hasattr(module, "skip_moe_pad_tokens"):
+                module.skip_moe_pad_tokens = getattr(features, "skip_moe_pad_tokens", False)
+        return model

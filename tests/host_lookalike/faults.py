@@ -1,0 +1,133 @@
+"""Runs on ranks that go wrong, and the path that has a group of its own."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from host_lookalike.ranks import E, H, attempt, build, direct_arguments, plan, run, start
+from layer import distance
+from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.observe import observe
+
+
+class Stumbling(torch.nn.Module):
+    """An activation that raises once, at a call whose number is given."""
+
+    def __init__(self, inner, at):
+        super().__init__()
+        self.inner, self.left = inner, at
+
+    def forward(self, fc1_RF):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError(f"the activation of rank {dist.get_rank()} gives up")
+        return self.inner(fc1_RF)
+
+
+def stumble(block, at):
+    block.experts.act_fn = Stumbling(block.experts.act_fn, at)
+    return block
+
+
+def different_settings(rank, world_size):
+    """N differs between the ranks."""
+    start("master")
+    return attempt(run, build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2 + rank)))
+
+
+def all_raise(rank, world_size):
+    """Every rank raises in its second chunk, forward, then backward; the step after that is right."""
+    start("master")
+    expected = run(build("kimi_k3", plan("alltoall")))
+    # the first call is the probe with one row of zeros, forward and backward call it once a chunk each
+    told = []
+    for at in (3, 6):
+        block = stumble(build("kimi_k3", plan("chunkmoe", moe_num_chunks=4)), at)
+        told.append(attempt(run, block))
+        told.append(max(distance(run(block), expected).values()))
+    return told
+
+
+def one_raises(rank, world_size):
+    """Rank 1 raises in its second chunk, the other waits for it."""
+    start("master")
+    block = build("kimi_k3", plan("chunkmoe", moe_num_chunks=4))
+    run(stumble(block, 3) if rank == 1 else block)
+
+
+def other_routing_on_recompute(rank, world_size):
+    """A checkpoint whose recompute sends one token of rank 0 to the other rank; what came of it on each rank."""
+    start("master")
+    block, calls = build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)), []
+
+    def layer(x):
+        index = torch.arange(x.shape[0])[:, None] + torch.arange(3)
+        calls.append(1)
+        if len(calls) == 2 and rank == 0:
+            index[2] += E // world_size
+        weight = block.gate(x).softmax(-1).gather(1, index % E)
+        return block.experts(x, index % E, weight)
+
+    x = torch.randn(9, H, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(rank))
+    out = checkpoint(layer, x, use_reentrant=False)
+    return attempt(lambda: out.sum().backward()), len(calls)
+
+
+def mcore(rank, world_size):
+    """The path that binds the function at import, has its own key and its own group."""
+    _, ep_dispatcher = start("master")
+    from megatron.core import mpu
+    from mindspeed_chunk.patches import ep_dispatcher as patch
+    from mindspeed_chunk.patches import remove
+    from mindspeed_mm.mcore.models.qwen3_5 import modules
+
+    from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+
+    group, original = mpu.get_expert_model_parallel_group(), ep_dispatcher.ep_forward
+
+    def layer(kind="alltoall"):
+        config = SimpleNamespace(moe_token_dispatcher_type=kind, num_moe_experts=E, hidden_size=H)
+        args, names, leaves = direct_arguments()
+        out = modules.MM_MoELayer(config).forward(
+            args[3], args[1], args[2], leaves["fc1"].flatten(1), leaves["fc2"].flatten(1)
+        )
+        out.sum().backward()
+        return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+    told = {"refused": attempt(layer, "chunkmoe"), "bound": modules.ep_forward is original}
+    expected = layer()
+    run(build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)))  # another group asks for it
+    with observe() as events:
+        told["own group"] = max(distance(layer(), expected).values()), len(events)
+    patch.use(group, ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2)))
+    with observe() as events:
+        told["asked"] = max(distance(layer(), expected).values()), len(events) > 0
+    remove()
+    told["restored"] = modules.ep_forward is original and ep_dispatcher.ep_forward is original
+    return told
+
+
+def native(rank, world_size):
+    """The newest version with its own chunkmoe: chosen by the environment, and what it makes of padding."""
+    _, ep_dispatcher = start("newest")
+    from mindspeed_mm import lookalike
+
+    expected = run(build("qwen3_5_moe", plan("alltoall"), skip_padding=True))
+    told, original = {}, ep_dispatcher.ep_forward
+    for kind in ("generic", "qwen3_5_moe"):
+        lookalike.ran.clear()
+        with observe() as events:
+            results = run(build(kind, plan("chunkmoe", moe_num_chunks=2), skip_padding=True))
+        told[kind] = lookalike.ran[:], len(events), max(distance(results, expected).values())
+    told["untouched"] = ep_dispatcher.ep_forward is original
+    return told
+
+
+def master_faults(rank, world_size):
+    """Three of the above in one launch; the last one takes the patches back."""
+    return {
+        name: function(rank, world_size)
+        for name, function in {"settings": different_settings, "raises": all_raise, "mcore": mcore}.items()
+    }

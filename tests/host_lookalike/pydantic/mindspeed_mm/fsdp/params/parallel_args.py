@@ -1,0 +1,26 @@
+"""The `parallel` section of the yaml."""
+
+import os
+from dataclasses import field
+from typing import Literal
+
+from mindspeed_mm.config.arguments.base_args import BaseArguments
+
+
+class EPPlanConfig(BaseArguments):
+    apply_modules: list[str] = field(default_factory=list)
+    use_npu_fused_ops: bool = True
+    dispatcher: Literal["alltoall", "allgather", "mc2"] = "alltoall"
+    apply_efsdp_modules: list[str] = field(default_factory=list)
+    _gradient_divide_factor: float = None
+
+
+class ParallelArguments(BaseArguments):
+    expert_parallel_size: int = field(default=1)
+    expert_fully_shard_parallel_size: int = field(default=None)
+    ep_plan: EPPlanConfig = field(default_factory=EPPlanConfig)
+
+    def model_post_init(self, __context):
+        self.world_size = int(os.getenv("WORLD_SIZE"))
+        if self.expert_fully_shard_parallel_size is None:
+            self.expert_fully_shard_parallel_size = self.world_size // self.expert_parallel_size

@@ -1,0 +1,28 @@
+"""The `parallel` section of the yaml. An `ep_plan` takes any dispatcher, and no unknown key."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindspeed_mm.fsdp.params.utils import allow_extra_fields
+
+
+@dataclass
+class EPPlanConfig:
+    apply_modules: list[str] = field(default_factory=list)
+    dispatcher: Literal["eager", "fused", "mc2"] = "fused"
+    apply_efsdp_modules: list[str] = field(default_factory=list)
+    _gradient_divide_factor: float = None
+
+
+@allow_extra_fields
+@dataclass
+class ParallelArguments:
+    expert_parallel_size: int = field(default=1)
+    expert_fully_shard_parallel_size: int = field(default=None)
+    ep_plan: EPPlanConfig = field(default_factory=EPPlanConfig)
+
+    def __post_init__(self):
+        self.world_size = int(os.getenv("WORLD_SIZE"))
+        if self.expert_fully_shard_parallel_size is None:
+            self.expert_fully_shard_parallel_size = self.world_size // self.expert_parallel_size

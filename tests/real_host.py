@@ -1,0 +1,210 @@
+"""MindSpeed-MM's own trainer.py from a checkout, on CPU ranks, for tests.
+
+Its imports cost many seconds a rank, so one process (this file as a script) imports the host once and forks the ranks
+of every run; a rank then executes the unchanged trainer.py as `__main__`. Plugin and CPU patches are in place as a user
+has them: by torch's entry point, before the host is imported.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "qwen3_5_35b"
+HOMES = ("MINDSPEED_HOME", "MINDSPEED_MM_HOME")
+RECORD = "REAL_HOST_RECORD"
+POLL_S = 0.02
+GRACE_S = 5.0
+
+
+def trainer_file():
+    return Path(os.environ["MINDSPEED_MM_HOME"]) / "mindspeed_mm" / "fsdp" / "train" / "trainer.py"
+
+
+def environment(**extra):
+    """What README.md of the example sets, and the folders of the data sets."""
+    path = [os.environ[name] for name in HOMES] + [str(EXAMPLE), str(ROOT / "tests")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "NON_MEGATRON": "true",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MINDSPEED_CHUNK_DEVICE": "cpu",
+        **extra,
+    }
+
+
+def write_config(path, overrides):
+    """The example's tiny yaml with `{"dotted.key": value}` put in; short samples, and what the tests record."""
+    import yaml
+
+    config = yaml.safe_load((EXAMPLE / "stock_tiny.yaml").read_text(encoding="utf-8"))
+    model = str(EXAMPLE / "tiny")
+    ours = {
+        "model.model_name_or_path": model,
+        "data.dataset_param.preprocess_parameters.model_name_or_path": model,
+        "data.dataset_param.basic_parameters.cutoff_len": 64,
+        **overrides,
+    }
+    for key, value in ours.items():
+        *parents, last = key.split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    config["training"]["plugin"].append("real_host_plugin")
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@dataclasses.dataclass
+class Run:
+    """losses, norms: of every step, as the trainer computed them. log: what rank 0 wrote."""
+
+    losses: list
+    norms: list
+    validation: list
+    frames: list
+    log: str
+
+
+class RealHost:
+    """The process that has the host imported. `plain`: without the plugin, but for what the CPU needs."""
+
+    def __init__(self, folder, plain=False):
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._cache = {}
+        extra = {"MINDSPEED_CHUNK_DISABLE": "1"} if plain else {}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder / "server.log")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(**extra),
+        )
+        if self._process.stdout.readline() != "ready\n":
+            raise AssertionError(f"the host cannot be imported:\n{(folder / 'server.log').read_text()[-4000:]}")
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+    def train(self, overrides, *, ranks=2, steps=20, timeout=600, again=False):
+        """A Run; the same question is answered from memory unless `again`."""
+        overrides = {"training.train_iters": steps, **overrides}
+        key = json.dumps([overrides, ranks], sort_keys=True)
+        if again or key not in self._cache:
+            self._cache[key] = self._train(overrides, ranks, timeout)
+        return self._cache[key]
+
+    def _train(self, overrides, ranks, timeout):
+        folder = self._folder / f"run{next(self._numbers)}"
+        folder.mkdir()
+        config = write_config(folder / "config.yaml", overrides)
+        request = {"folder": str(folder), "config": str(config), "ranks": ranks, "timeout": timeout}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline())
+        logs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+        if any(codes):
+            tails = "\n".join(
+                f"--- rank {rank}: {code}\n{log[-3000:]}" for rank, (code, log) in enumerate(zip(codes, logs))
+            )
+            raise AssertionError(f"{overrides}\n{tails}")
+        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+        return Run(
+            losses=[row["loss"] for row in rows if "loss" in row],
+            norms=[row["norm"] for row in rows if "loss" in row],
+            validation=[row["validation"] for row in rows if "validation" in row],
+            frames=next(row["frames"] for row in rows if "frames" in row),
+            log=logs[0],
+        )
+
+
+def serve(log):
+    """Answer requests from standard input, one line each, with the ranks' exit codes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    if os.environ.get("MINDSPEED_CHUNK_DISABLE") == "1":
+        hook_cpu_patches()
+    import mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe
+    import mindspeed_mm.fsdp.train.trainer  # noqa: F401
+
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
+
+
+def hook_cpu_patches():
+    import wrapt
+    from mindspeed_chunk.patches import cpu_device
+
+    for patch in cpu_device.PATCHES:
+        wrapt.register_post_import_hook(patch.on_import, patch.module)
+
+
+def run(folder, config, ranks, timeout):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            be_rank(folder, config, rank, ranks, port)
+        children[pid] = rank
+    codes, deadline = [None] * ranks, time.monotonic() + timeout
+    while children:
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                code = codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+                if code:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(POLL_S)
+    return codes
+
+
+def be_rank(folder, config, rank, ranks, port):
+    code = 1
+    try:
+        log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(folder)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ[RECORD] = f"{folder}/record.jsonl"
+        sys.argv = [str(trainer_file()), config]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

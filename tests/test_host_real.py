@@ -1,0 +1,258 @@
+"""The stock trainer of a real MindSpeed-MM, tiny Qwen3.5-MoE, CPU ranks: Chunk MoE trains as plain all-to-all does.
+
+Runs where MINDSPEED_HOME and MINDSPEED_MM_HOME name checkouts, in an environment with what they import (torch 2.7.1;
+see the example's requirements-host.txt). `-s` shows the figures.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from real_host import EXAMPLE, HOMES, RECORD, RealHost, environment, trainer_file, write_config
+
+missing = [name for name in HOMES if not os.environ.get(name)]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not set: no real host to test with")
+
+PLAN = "parallel.ep_plan"
+ALLTOALL = {f"{PLAN}.dispatcher": "alltoall"}
+N2 = {f"{PLAN}.moe_num_chunks": 2}
+N4 = {f"{PLAN}.moe_num_chunks": 4}
+BLOCKS = ["model.language_model.layers.{*}"]
+CHUNK_MBS = {
+    "features.enable_chunk_mbs": True,
+    "features.chunkmbs_plan": {
+        "apply_modules": BLOCKS,
+        "chunk_mbs": 2,
+        "batch_dim": 0,
+        "chunk_arg_indexs": [0],
+        "chunk_kwarg_names": ["position_embeddings", "position_ids", "rope_deltas", "attention_mask"],
+    },
+}
+OFFLOAD = {"features.enable_activation_offload": True, "features.activation_offload_plan": {"apply_modules": BLOCKS}}
+BF16 = {"parallel.fsdp_plan.param_dtype": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    host = RealHost(tmp_path_factory.mktemp("host"))
+    yield host
+    host.close()
+
+
+def distance(run, other, first=None):
+    """Largest relative differences of losses (the MTP layer's too) and of gradient norms."""
+    assert len(run.losses) == len(other.losses) > 0
+
+    def largest(values, references):
+        return max(abs(value - reference) / abs(reference) for value, reference in zip(values, references))
+
+    losses = [[loss for step in each.losses[:first] for loss in step] for each in (run, other)]
+    return largest(*losses), largest(run.norms[:first], other.norms[:first])
+
+
+def show(name, run, other):
+    """Loss and norm of the first 5 steps, then of all."""
+    figures = (*distance(run, other, 5), *distance(run, other))
+    printed = "  ".join(f"{figure:.1e}" for figure in figures)
+    print(f"\n{name}: loss and norm, steps 1-5, then all {len(run.losses)}: {printed}")
+    return figures
+
+
+def assert_same_training(host, name, chunks, common, **how):
+    run, plain = host.train({**common, **chunks}, **how), host.train({**common, **ALLTOALL}, **how)
+    assert "Chunk MoE is on" in run.log and run.frames
+    assert "Chunk MoE is on" not in plain.log and not plain.frames
+    figures = show(name, run, plain)
+    assert max(figures[:2]) < 1e-5 and max(figures[2:]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name, chunks",
+    [
+        ("N=2", N2),
+        ("N=4", N4),
+        ("moe_chunk_size=100", {f"{PLAN}.moe_num_chunks": None, f"{PLAN}.moe_chunk_size": 100}),
+        ("N=4, recompute", {**N4, f"{PLAN}.chunk_moe_recompute": True}),
+    ],
+)
+def test_two_ranks(host, name, chunks):
+    assert_same_training(host, name, chunks, {})
+
+
+def test_four_ranks_two_of_them_expert_parallel(host):
+    """Few tokens, and a seed without a token whose last chosen and next expert tie to the last bit.
+
+    Such a token takes the other expert under any other order of sums, and the loss moves by 1e-5 at once.
+    """
+    common = {
+        "training.micro_batch_size": 2,
+        "training.seed": 1,
+        "data.dataset_param.basic_parameters.cutoff_len": 32,
+    }
+    assert_same_training(host, "4 ranks, EP=2", N4, common, ranks=4)
+
+
+def test_with_the_hosts_chunk_mbs_and_offload(host):
+    assert_same_training(host, "ChunkMBS, offload", N2, {**CHUNK_MBS, **OFFLOAD})
+
+
+def test_with_prefetch_chunk_loss_and_mtp(host):
+    plan = {
+        "parallel.fsdp_plan.num_to_forward_prefetch": 1,
+        "parallel.fsdp_plan.num_to_backward_prefetch": 1,
+        "parallel.fsdp_plan.apply_modules": [
+            "model.visual",
+            "model.visual.blocks.{*}",
+            "model.language_model.embed_tokens",
+            "model.language_model",
+            *BLOCKS,
+            "model.language_model.layers.{*}.mlp.experts",
+            "mtp.layers.{*}.mlp.experts",
+            "lm_head",
+            "mtp",
+        ],
+        f"{PLAN}.apply_modules": ["model.language_model.layers.{*}.mlp.experts", "mtp.layers.{*}.mlp.experts"],
+        "features.enable_chunk_loss": True,
+        "features.chunkloss_plan": {"apply_module": "lm_head", "chunk_size": 32},
+        "model.mtp_num_layers": 1,
+    }
+    assert_same_training(host, "prefetch 1, chunk loss, MTP", N4, plan)
+    assert len(host.train({**plan, **N4}).losses[0]) == 2
+
+
+def test_padded_batches_and_gradient_accumulation(host):
+    common = {"data.dataset_param.dataset_type": "padded_text", "training.gradient_accumulation_steps": 2}
+    known = "skip_moe_pad_tokens" in (trainer_file().parents[1] / "params" / "feature_args.py").read_text()
+    if known:
+        common["features.skip_moe_pad_tokens"] = True
+    assert_same_training(host, f"padded batches{', skipped' if known else ''}, accumulation 2", N4, common)
+
+
+def test_bf16(host):
+    """Any other rounding changes bf16, ours too: no more than twice as much as alltoall differs from itself.
+
+    It differs from itself in another order of sums (gradients, with ChunkMBS), and in fp32: the host rounds each
+    weighted row before a token's rows are summed, we round their sum.
+    """
+    exact, plain = host.train(ALLTOALL), host.train({**BF16, **ALLTOALL})
+    ordered = host.train({**BF16, **ALLTOALL, **CHUNK_MBS})
+    yardsticks = [
+        show("bf16, alltoall with ChunkMBS against alltoall", ordered, plain),
+        show("bf16, alltoall against alltoall in fp32", plain, exact),
+    ]
+    allowed = [2 * max(values) for values in zip(*yardsticks)]
+    for name, chunks in (("N=2", N2), ("N=4", N4)):
+        figures = show(f"bf16, {name} against alltoall", host.train({**BF16, **chunks}), plain)
+        assert all(value <= limit for value, limit in zip(figures, allowed))
+
+
+def test_validation_in_the_middle(host):
+    common = {
+        "data.dataset_param.dataset_type": "batched_text",
+        "data.val_dataset_param": {
+            "dataset_type": "batched_text",
+            "basic_parameters": {"cutoff_len": 48, "dataset": "none", "dataset_dir": "."},
+            "preprocess_parameters": {"model_name_or_path": str(EXAMPLE / "tiny")},
+        },
+        "data.dataloader_param.dataloader_mode": "base",
+        "data.dataloader_param.sampler_type": "none",
+        "data.dataloader_param.collate_param": {"collator_id": "only_item"},
+        "training.val_interval": 3,
+    }
+    assert_same_training(host, "validation", N4, common, steps=6)
+    ours, plain = (host.train({**common, **each}, steps=6).validation for each in (N4, ALLTOALL))
+    assert len(ours) == 2 and ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("name, saves, resumes", [("alltoall to N=4", ALLTOALL, N4), ("N=4 to alltoall", N4, ALLTOALL)])
+def test_a_checkpoint_of_one_resumes_with_the_other(host, tmp_path, name, saves, resumes):
+    everything = {f"training.no_{way}_{what}": False for way in ("save", "load") for what in ("optim", "rng")}
+    save = {"training.save": str(tmp_path), "training.save_interval": 4, "training.save_format": "dcp"}
+    if "save_format" not in (trainer_file().parents[1] / "params" / "training_args.py").read_text():
+        del save["training.save_format"]
+    unbroken = host.train({**saves, **everything, **save}, steps=8)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")  # as after a break
+    resumed = host.train({**resumes, **everything, "training.load": str(tmp_path)}, steps=8)
+    assert len(resumed.losses) == 4
+    unbroken.losses, unbroken.norms = unbroken.losses[4:], unbroken.norms[4:]
+    assert max(show(f"checkpoint, {name}", resumed, unbroken)) < 1e-5
+    shutil.rmtree(tmp_path)
+
+
+def test_the_same_seed_twice_is_bit_equal(host):
+    one, two = host.train(N4), host.train(N4, again=True)
+    assert one is not two and one.losses == two.losses and one.norms == two.norms
+
+
+def test_alltoall_is_bit_equal_to_a_run_without_the_plugin(host, tmp_path):
+    without = RealHost(tmp_path, plain=True)
+    try:
+        run, plain = host.train(ALLTOALL), without.train(ALLTOALL)
+    finally:
+        without.close()
+    assert run.losses == plain.losses and run.norms == plain.norms
+    assert not run.frames and not plain.frames
+
+
+def test_the_files_for_the_35b_are_read(tmp_path):
+    """By the host, and by our checks at start; their weights and data are not there."""
+    read = "from mindspeed_mm.config.config_manager import ConfigManager\n"
+    for name in ("qwen3_5_35b_npu.yaml", "qwen3_5_35b_npu_memory.yaml"):
+        read += f"ConfigManager(config_file_path={str(EXAMPLE / name)!r}).load_and_parse()\n"
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
+    done = subprocess.run(
+        [sys.executable, "-c", read],
+        env=environment(**ranks),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_torchrun_as_a_user_starts_it(host, tmp_path):
+    config = write_config(tmp_path / "config.yaml", {**N4, "training.train_iters": 3})
+    record = tmp_path / "record.jsonl"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(trainer_file()), str(config)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment(**{RECORD: str(record)}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    log = done.stdout + done.stderr
+    assert "MindSpeed-MM runs on the CPU" in log and "Chunk MoE is on" in log
+    for (loss,) in host.train(N4).losses[:3]:
+        assert f"loss: {loss:.6E}" in log
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        ({f"{PLAN}.moe_num_chunk": 4}, "parallel.ep_plan.moe_num_chunk: 4: .*moe_num_chunks.*"),
+        ({"features.enable_ep_balance": True}, "features.enable_ep_balance: True: .*"),
+    ],
+)
+def test_a_users_error_is_one_line(tmp_path, overrides, line):
+    config = write_config(tmp_path / "config.yaml", overrides)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, str(trainer_file()), str(config)],
+        env=environment(**ranks),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    *_, last = done.stderr.strip().splitlines()
+    assert re.fullmatch(f"mindspeed_chunk: {line}", last), done.stderr

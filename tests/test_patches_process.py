@@ -1,0 +1,244 @@
+"""Setting and taking back of the patches, and what a process notices of them; one fresh process a case."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from host_lookalike import FLAVOURS, PLAIN, run_code, write_config
+
+pytest.importorskip("pydantic")
+autoloaded = pytest.mark.skipif(
+    not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_chunk"),
+    reason="mindspeed_chunk is not installed here, so torch does not load it",
+)
+TIMEOUT_S = 240
+
+BOTH_WAYS = """
+import sys
+FLAVOUR = {flavour!r}
+from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed.expert_parallel import ep_dispatcher, expert_parallel
+from mindspeed_mm.fsdp.params import argument, parallel_args
+
+MODULES = torch_parallelize, ep_dispatcher, expert_parallel, argument, parallel_args
+CLASSES = parallel_args.EPPlanConfig, parallel_args.ParallelArguments, argument.Arguments
+
+def picture():
+    functions = {{(m.__name__, name): value for m in MODULES for name, value in vars(m).items() if callable(value)}}
+    methods = {{(c, name): getattr(c, name, None) for c in CLASSES for name in ("__init__", "model_post_init")}}
+    return {{**functions, **methods}}, [type(finder).__module__ for finder in sys.meta_path]
+
+def admits_chunkmoe():
+    plan = {{"dispatcher": "chunkmoe", "apply_modules": ["experts"], "moe_num_chunks": 2}}
+    try:
+        parallel_args.EPPlanConfig(**plan)
+        if FLAVOUR != "26.0":
+            argument.Arguments(parallel={{"expert_parallel_size": 2, "ep_plan": plan}})
+        return True
+    except (ValueError, TypeError):
+        return False
+
+assert admits_chunkmoe() is (FLAVOUR == "newest")
+before, finders = picture()
+from mindspeed_chunk.patches import PATCHES, install, remove
+
+for _ in range(2):  # and once more after all has been taken back
+    install()
+    assert "wrapt" in sys.modules
+    install()
+    states = {{patch.name: patch.state for patch in PATCHES if patch.module in sys.modules}}
+    assert states.pop("config name") == ("not needed" if FLAVOUR == "newest" else "applied"), states
+    assert len(states) >= 4 and set(states.values()) == {{"applied"}}, states
+    assert admits_chunkmoe()
+    wrapped = expert_parallel.expert_parallelize_modules
+    assert torch_parallelize.expert_parallelize_modules is wrapped
+    assert not hasattr(wrapped.__wrapped__, "__wrapped__"), "wrapped twice"
+    ours = {{key[-1] for key, value in picture()[0].items() if value is not before.get(key)}}
+    checked = "parse_args" if FLAVOUR == "26.0" else "model_post_init"
+    allowed = {{"expert_parallelize_modules", checked}} | ({{"__init__"}} if FLAVOUR == "26.0" else set())
+    assert ours == allowed, ours
+    import mindspeed_mm.fsdp.distributed.expert_parallel.ep_chunkmoe as published
+    assert (getattr(published, "__file__", None) is not None) is (FLAVOUR == "newest")
+    remove()
+    after, finders_after = picture()
+    assert after.keys() == before.keys() and all(after[key] is before[key] for key in before)
+    assert [name for name in finders_after if name.startswith("mindspeed_chunk")] == []
+    assert admits_chunkmoe() is (FLAVOUR == "newest")
+    assert {{patch.state for patch in PATCHES}} == {{"waiting"}}
+remove()
+"""
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_host_imported_first_patches_set_twice_and_taken_back(flavour):
+    run_code(flavour, BOTH_WAYS.format(flavour=flavour), TORCH_DEVICE_BACKEND_AUTOLOAD="0", timeout=TIMEOUT_S)
+
+
+def test_a_plan_of_26_0_that_does_not_ask_keeps_the_hosts_answer_to_unknown_keys():
+    run_code(
+        "26.0",
+        "from mindspeed_chunk.patches import install\n"
+        "install()\n"
+        "from mindspeed_mm.fsdp.params.parallel_args import EPPlanConfig\n"
+        "assert EPPlanConfig(dispatcher='chunkmoe', moe_num_chunks=2).moe_num_chunks == 2\n"
+        "for plan in ({'dispatcher': 'fused'}, {}):\n"
+        "    try:\n"
+        "        EPPlanConfig(moe_num_chunks=2, **plan)\n"
+        "    except TypeError as error:\n"
+        "        assert 'unexpected keyword argument' in str(error)\n"
+        "    else:\n"
+        "        raise AssertionError(plan)\n",
+        timeout=TIMEOUT_S,
+    )
+
+
+@autoloaded
+def test_a_process_without_the_host_gets_hooks_and_nothing_else():
+    run_code(
+        "master",
+        "import sys\n"
+        "import torch\n"
+        "from mindspeed_chunk.patches import PATCHES\n"
+        "ours = {name for name in sys.modules if name.startswith('mindspeed_chunk')}\n"
+        "parts = {name.split('.')[1] for name in ours if '.' in name}\n"
+        "assert parts <= {'autoload', 'config', 'patches'}, parts\n"
+        "assert not {'mindspeed_mm', 'pydantic', 'yaml', 'transformers'} & set(sys.modules)\n"
+        "assert {patch.state for patch in PATCHES} == {'waiting'}\n"
+        "assert not any(type(finder).__module__.startswith('mindspeed_chunk') for finder in sys.meta_path)\n"
+        "from torch.utils.data import DataLoader\n"
+        "batches = list(DataLoader(range(6), batch_size=3, num_workers=2, multiprocessing_context='fork'))\n"
+        "assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]\n"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n",
+        timeout=TIMEOUT_S,
+    )
+
+
+@autoloaded
+def test_a_broken_plugin_is_one_warning_and_never_an_error_of_torch():
+    answer = run_code(
+        "master",
+        "import sys\n"
+        "sys.modules['wrapt'] = None\n"
+        "import torch\n"
+        "assert torch.ones(2).sum() == 2\n"
+        "import mindspeed_mm.fsdp.params.argument\n",
+        timeout=TIMEOUT_S,
+    )
+    (line,) = [line for line in answer.stderr.splitlines() if "Warning" in line]
+    assert "mindspeed_chunk is not available: ModuleNotFoundError" in line
+
+
+def test_launcher_without_a_script_says_how():
+    command = [sys.executable, "-m", "mindspeed_chunk.launch"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for arguments, expected in (([], "usage: "), (["nowhere.py"], "nowhere.py: no such file")):
+        answer = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+        assert answer.returncode == 2 and expected in answer.stderr and "Traceback" not in answer.stderr
+
+
+READ = """
+import json, os, sys
+from mindspeed_chunk.patches import install
+install()
+
+def read(path, environment):
+    sys.argv = ["trainer.py", path]
+    os.environ.update(environment)
+    try:
+        if {flavour!r} == "26.0":
+            from mindspeed_mm.fsdp.params import argument
+            argument.parse_args(argument.Arguments)
+        else:
+            from mindspeed_mm.config.config_manager import ConfigManager
+            ConfigManager().load_and_parse()
+    except SystemExit as end:
+        return str(end.code)
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+told = {{name: read(path, environment) for name, (path, environment) in json.loads({cases!r}).items()}}
+import torch
+assert not torch.distributed.is_initialized()
+print("told", json.dumps(told))
+"""
+EXPERTS = {"training": {"lora": {"enable": True, "target_modules": ["layers.{*}.experts.gate_up_proj"]}}}
+# name: plan, other settings, environment, what the one line must hold
+WRONG = {
+    "misspelt": ({"moe_chunksize": 2}, {}, {}, ["ep_plan.moe_chunksize: 2", "moe_chunk_size"]),
+    "misspelt recompute": ({"chunk_moe_recomputed": True}, {}, {}, ["chunk_moe_recomputed", "chunk_moe_recompute"]),
+    "text": ({"moe_num_chunks": "2"}, {}, {}, ["ep_plan.moe_num_chunks: '2': must be an integer >= 0"]),
+    "boolean": ({"moe_num_chunks": True}, {}, {}, ["ep_plan.moe_num_chunks: True: must be an integer >= 0"]),
+    "negative": ({"moe_chunk_size": -1}, {}, {}, ["ep_plan.moe_chunk_size: -1: must be an integer >= 0"]),
+    "number": ({"chunk_moe_recompute": 1}, {}, {}, ["ep_plan.chunk_moe_recompute: 1: must be a boolean"]),
+    "schedule": ({"chunk_moe_schedule": "rollin"}, {}, {}, ["chunk_moe_schedule: 'rollin'", "rolling, pair"]),
+    "experts": ({}, {"sizes": {"num_experts": 7}}, {}, ["expert_parallel_size: 2", "number of experts, 7"]),
+    "no experts": ({"apply_modules": []}, {}, {}, ["parallel.ep_plan.apply_modules: []"]),
+    "LoRA": ({}, EXPERTS, {}, ["training.lora.target_modules: ['layers.{*}.experts.gate_up_proj']"]),
+    "strict": (
+        {},
+        {"expert_parallel_size": 1},
+        {"MINDSPEED_CHUNK_STRICT": "1"},
+        ["parallel.expert_parallel_size: 1", "parallel.ep_plan.dispatcher"],
+    ),
+}
+SINCE_26_1 = {
+    "balance": ({}, {"features": {"enable_ep_balance": True}}, {}, ["features.enable_ep_balance: True"]),
+    "quantised": (
+        {},
+        {"training": {"quantization_plan": {"recipe_name": "mxfp8"}}},
+        {},
+        ["training.quantization_plan.recipe_name: 'mxfp8'"],
+    ),
+}
+NO_OWN = {
+    "host's": (
+        {},
+        {},
+        {"MINDSPEED_CHUNK_DISPATCHER": "host"},
+        ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "has no chunkmoe"],
+    )
+}
+# pydantic of the newest host, which has typed fields for these, answers or converts first
+TYPED_BY_NEWEST = ("text", "boolean", "number")
+RIGHT = {
+    "right": ({"moe_num_chunks": 2}, {}, {}),
+    "LoRA elsewhere": ({}, {"training": {"lora": {"enable": True}}}, {}),
+    "LoRA off": ({}, {"training": {"lora": {**EXPERTS["training"]["lora"], "enable": False}}}, {}),
+    "size 1": ({}, {"expert_parallel_size": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_path):
+    wrong = {
+        **WRONG,
+        **(SINCE_26_1 if flavour != "26.0" else {}),
+        **(NO_OWN if flavour != "newest" else {}),
+    }
+    if flavour == "newest":
+        wrong = {name: case for name, case in wrong.items() if name not in TYPED_BY_NEWEST}
+    cases = {}
+    for number, (name, (plan, settings, environment, *_)) in enumerate((wrong | RIGHT).items()):
+        for dispatcher in ("chunkmoe", PLAIN[flavour]):
+            if dispatcher == PLAIN[flavour] and flavour == "26.0":
+                plan = {key: value for key, value in plan.items() if key == "apply_modules"}
+            path = write_config(tmp_path / f"{number}-{dispatcher}", {"dispatcher": dispatcher, **plan}, **settings)
+            cases[f"{name}, {dispatcher}"] = str(path), environment
+    answer = run_code(flavour, READ.format(flavour=flavour, cases=json.dumps(cases)), timeout=TIMEOUT_S)
+    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]
+    told = json.loads(line.removeprefix("told "))
+    for name in wrong | RIGHT:
+        assert told[f"{name}, {PLAIN[flavour]}"] is None, "a plan that does not ask for it is not ours to check"
+    assert [told[f"{name}, chunkmoe"] for name in RIGHT] == [None] * len(RIGHT)
+    for name, (*_, expected) in wrong.items():
+        message = told[f"{name}, chunkmoe"]
+        assert message is not None, name
+        assert message.startswith("mindspeed_chunk: ") and "\n" not in message
+        assert all(part in message for part in expected), (name, message)
+    warnings = [line for line in answer.stderr.splitlines() if "expert_parallel_size" in line]
+    assert len(warnings) == 1, warnings
