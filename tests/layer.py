@@ -220,3 +220,16 @@ def check(case: Case, rank: int = 0, ranks: int = 1, group=None, dispatcher=None
         if name in fast:
             assert fast[name].dtype == getattr(layer, name).dtype, (name, fast[name].dtype)
     return errors
+
+
+def run(layer: Layer, **change) -> torch.Tensor:
+    """The layer's output with some of the dispatcher's arguments changed."""
+    arguments = {
+        "num_experts": layer.case.experts,
+        "routing_weights": layer.weight,
+        "selected_experts": layer.index,
+        "hidden_states": layer.x,
+        "fc1_weight": layer.fc1_EHF,
+        "fc2_weight": layer.fc2_EIH,
+    }
+    return ChunkMoEDispatcher(layer.case.config())(**{**arguments, **change})

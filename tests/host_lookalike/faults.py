@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from mindspeed_chunk.patches import remove
 from torch.utils.checkpoint import checkpoint
 
 from host_lookalike.ranks import E, H, attempt, build, direct_arguments, plan, run, start
@@ -126,8 +127,9 @@ def native(rank, world_size):
 
 
 def master_faults(rank, world_size):
-    """Three of the above in one launch; the last one takes the patches back."""
-    return {
-        name: function(rank, world_size)
-        for name, function in {"settings": different_settings, "raises": all_raise, "mcore": mcore}.items()
-    }
+    """Three of the above in one launch, each with the patches set anew: a group keeps the dispatcher it was given."""
+    told = {}
+    for name, function in {"settings": different_settings, "raises": all_raise, "mcore": mcore}.items():
+        told[name] = function(rank, world_size)
+        remove()
+    return told
