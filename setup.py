@@ -43,7 +43,7 @@ setup(
         "standalone": ["transformers>=5.24,<5.25", "safetensors", "numpy"],
         "tools": ["matplotlib"],
         "npu": ["torch_npu>=2.7.1,<2.14"],
-        "test": ["pytest>=8", "hypothesis", "ruff>=0.17,<0.18", "setuptools>=70.1"],
+        "test": ["pytest>=8", "hypothesis", "pydantic>=2", "ruff>=0.17,<0.18", "setuptools>=70.1"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -70,7 +70,7 @@ class Patch:
         except Exception as reason:  # whatever a changed host makes of our expectations
             found = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
             self.state, self.detail = DRIFTED, found
-            log_once(logging.WARNING, f"{self}; Chunk MoE is not available on this host")
+            log_once(logging.WARNING, f"{self}; what needs it is not available on this host")
 
     def take_back(self) -> None:
         if self.undo is not None:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import logging
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,8 @@ from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_on
 
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 
-_EXPERT_WEIGHTS = ("experts", "gate_up_proj", "down_proj")
+# a shared expert is a plain module, and none of a dispatcher's business
+_ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")
 
 
 def apply(module: ModuleType) -> Undo:
@@ -95,7 +97,7 @@ def _check_neighbours(arguments: object) -> None:
         raise ConfigError.about("training.quantization_plan.recipe_name", recipe, rule, "use alltoall")
     lora = getattr(training, "lora", None)
     if getattr(lora, "enable", False):
-        targets = [name for name in lora.target_modules if any(part in name for part in _EXPERT_WEIGHTS)]
+        targets = [name for name in lora.target_modules if _ROUTED_EXPERTS.search(name)]
         if targets:
             rule = "adapters on experts are not seen by a dispatcher, which is handed the plain weights"
             raise ConfigError.about("training.lora.target_modules", targets, rule, "leave the experts out")

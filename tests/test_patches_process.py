@@ -208,6 +208,11 @@ TYPED_BY_NEWEST = ("text", "boolean", "number")
 RIGHT = {
     "right": ({"moe_num_chunks": 2}, {}, {}),
     "LoRA elsewhere": ({}, {"training": {"lora": {"enable": True}}}, {}),
+    "LoRA on shared experts": (
+        {},
+        {"training": {"lora": {"enable": True, "target_modules": ["layers.{*}.shared_experts.down_proj"]}}},
+        {},
+    ),
     "LoRA off": ({}, {"training": {"lora": {**EXPERTS["training"]["lora"], "enable": False}}}, {}),
     "size 1": ({}, {"expert_parallel_size": 1}, {}),
 }
