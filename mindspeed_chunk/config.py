@@ -58,25 +58,67 @@ class ChunkMoEConfig:
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
         `chunk_moe_` and is none of ours.
         """
-        if not isinstance(mapping, Mapping):
-            raise ConfigError.about(path, mapping, "must be a mapping", f"write for example {path}.moe_num_chunks: 2")
-        names = [field.name for field in dataclasses.fields(cls)]
-        values = {}
-        for key, value in mapping.items():
-            if key in names:
-                _check(key, value, f"{path}.{key}")
-                values[key] = value
-            elif isinstance(key, str) and key.startswith(KEY_PREFIXES):
-                nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-                raise ConfigError.about(f"{path}.{key}", value, "unknown key", f"the nearest one is {nearest}")
-        return cls(**values)
+        ours = _ours(cls, mapping, path, lambda key: isinstance(key, str) and key.startswith(KEY_PREFIXES))
+        for key, value in ours.items():
+            _check(key, value, f"{path}.{key}")
+        return cls(**ours)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkMBSConfig:
+    """How the batch of a block is cut into micro-chunks.
+
+    apply_modules: names of the blocks, with MindSpeed-MM's wildcards.
+    chunk_mbs: samples a micro-chunk.
+    batch_dim: the batch's dimension in the hidden states: 0 for [B, S, H], 1 for [S, B, H].
+    chunk_arg_indexs, chunk_kwarg_names: arguments that carry the batch, by position and by name: tensors, or tuples and
+        dictionaries of them, with the batch's size or 1 on `batch_dim`. The first says how large the batch is.
+    chunk_whole_names: arguments that are passed whole although a dimension of theirs has the batch's size.
+    chunk_infer: cut other tensors, too, whose `batch_dim` has the batch's size.
+
+    Raises ConfigError for a value of the wrong type or out of range.
+    """
+
+    apply_modules: tuple[str, ...] = ()
+    chunk_mbs: int = 1
+    batch_dim: int = 0
+    chunk_arg_indexs: tuple[int, ...] = (0,)
+    chunk_kwarg_names: tuple[str, ...] = ()
+    chunk_whole_names: tuple[str, ...] = ()
+    chunk_infer: bool = True
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            _check_mbs(field.name, value, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+
+    @classmethod
+    def from_mapping(cls, mapping, path="features.chunkmbs_plan"):
+        """Read the host's `chunkmbs_plan`. Raises ConfigError for a wrong value or an unknown key."""
+        ours = _ours(cls, mapping, path, lambda key: True)
+        for key, value in ours.items():
+            _check_mbs(key, value, f"{path}.{key}")
+        return cls(**ours)
+
+
+def _ours(cls, mapping, path, must_be_known):
+    """The entries of `mapping` that are fields of `cls`; of the others, none may be one that `must_be_known`."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    if not isinstance(mapping, Mapping):
+        raise ConfigError.about(path, mapping, "must be a mapping", f"write for example {path}.{names[0]}")
+    for key, value in mapping.items():
+        if key not in names and must_be_known(key):
+            nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
+            raise ConfigError.about(f"{path}.{key}", value, "unknown key", f"the nearest one is {nearest}")
+    return {key: value for key, value in mapping.items() if key in names}
 
 
 def _check(name, value, path):
     """Raise ConfigError where `value` breaks the rule of the field `name`."""
     if name in ("moe_num_chunks", "moe_chunk_size"):
-        # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if not _is_integer(value, 0):
             raise ConfigError.about(path, value, "must be an integer >= 0", "use 0 or remove the key to leave it unset")
     elif name == "chunk_moe_recompute":
         if not isinstance(value, bool):
@@ -85,6 +127,29 @@ def _check(name, value, path):
         _check_choice(path, value, SCHEDULES)
     else:
         _check_choice(path, value, BACKENDS)
+
+
+def _check_mbs(name, value, path):
+    """Raise ConfigError where `value` breaks the rule of ChunkMBSConfig's field `name`."""
+    if name == "chunk_mbs":
+        if not _is_integer(value, 1):
+            raise ConfigError.about(path, value, "must be an integer >= 1", "give the samples of one micro-chunk")
+    elif name == "batch_dim":
+        if not _is_integer(value, 0):
+            raise ConfigError.about(path, value, "must be an integer >= 0", "write 0 for [B, S, H], 1 for [S, B, H]")
+    elif name == "chunk_infer":
+        if not isinstance(value, bool):
+            raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
+    elif name == "chunk_arg_indexs":
+        if not isinstance(value, list | tuple) or not all(_is_integer(item, 0) for item in value):
+            raise ConfigError.about(path, value, "must be a list of integers >= 0", "write [0], or [] for none")
+    elif not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError.about(path, value, "must be a list of names", "write [] for none")
+
+
+def _is_integer(value, least):
+    # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_choice(path, value, choices):

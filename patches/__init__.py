@@ -13,13 +13,24 @@ from mindspeed_chunk.patches import (
     ep_chunkmoe,
     ep_dispatcher,
     expert_parallel,
+    recompute,
     settings,
     start_checks,
 )
 from mindspeed_chunk.patches.record import Patch
 
 PATCHES: tuple[Patch, ...] = (
-    *(module.PATCH for module in (config_name, start_checks, expert_parallel, ep_dispatcher, ep_chunkmoe)),
+    *(
+        module.PATCH
+        for module in (
+            config_name,
+            start_checks,
+            expert_parallel,
+            ep_dispatcher,
+            ep_chunkmoe,
+            recompute,
+        )
+    ),
     *cpu_device.PATCHES,
 )
 

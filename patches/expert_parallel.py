@@ -8,7 +8,7 @@ import inspect
 import logging
 from types import ModuleType
 
-from mindspeed_chunk.patches import config_name, ep_dispatcher, settings
+from mindspeed_chunk.patches import config_name, ep_dispatcher, recompute, settings
 from mindspeed_chunk.patches.config_name import NAME
 from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Undo, log_once, rebind, signature_of
 
@@ -48,6 +48,7 @@ def _bind(group, plan):
     config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan))
     # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
     ep_dispatcher.use(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
+    recompute.use()
     log_once(logging.INFO, f"mindspeed_chunk: Chunk MoE is on: {config}")
     if config_name.PATCH.state == NOT_NEEDED:
         choice = f"{settings.DISPATCHER}=host chooses it"

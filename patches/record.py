@@ -70,7 +70,7 @@ class Patch:
         except Exception as reason:  # whatever a changed host makes of our expectations
             found = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
             self.state, self.detail = DRIFTED, found
-            log_once(logging.WARNING, f"{self}; what needs it is not available on this host")
+            log_once(logging.WARNING, f"mindspeed_chunk: {self}; what needs it is not available on this host")
 
     def take_back(self) -> None:
         if self.undo is not None:
@@ -78,7 +78,7 @@ class Patch:
         self.state, self.detail, self.undo = WAITING, "", None
 
     def __str__(self) -> str:
-        text = f"mindspeed_chunk: {self.name} ({self.module}.{self.target}): {self.state}"
+        text = f"{self.name} ({self.module}.{self.target}): {self.state}"
         if self.state == DRIFTED:
             return f"{text}: expected {self.expects}, found {self.detail}"
         return f"{text}: {self.detail}" if self.detail else text

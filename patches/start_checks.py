@@ -56,8 +56,9 @@ def check(arguments: object) -> None:
             raise ConfigError.about(settings.DISPATCHER, "host", "this host has no chunkmoe of its own", "unset it")
         return
     path = "parallel.ep_plan"
-    ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), path)
+    config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), path)
     _check_seams()
+    _check_back_end(config.chunk_moe_backend, path)
     _check_neighbours(arguments)
     if not plan.apply_modules:
         raise ConfigError.about(
@@ -82,6 +83,18 @@ def _check_seams() -> None:
         importlib.import_module(patch.module)
         if patch.state != APPLIED:
             raise ConfigError(f"parallel.ep_plan.dispatcher: {NAME}: {patch}; use dispatcher: alltoall")
+
+
+def _check_back_end(name: str, path: str) -> None:
+    import torch
+
+    from mindspeed_chunk import ops
+
+    device_type = importlib.import_module("mindspeed_mm.fsdp.utils.device").get_device_type()
+    try:
+        ops.resolve(name, torch.device(device_type))
+    except ValueError as error:
+        raise ConfigError(f"{path}.{error}") from None
 
 
 def _check_neighbours(arguments: object) -> None:

@@ -42,7 +42,8 @@ def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_dis
     tokens = chunk_slices(len(index_TK), -(-len(index_TK) // num_chunks), num_chunks)
     counts = cpu.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
     assert counts.dtype == torch.int64
-    return PendingPlan(counts, tokens, num_experts, word, group, on_disagreement)
+    none = counts.new_zeros(1)
+    return PendingPlan(counts, tokens, num_experts, none, word, group, on_disagreement, on_rerouted=None)
 
 
 def inputs_of(rank, tokens, num_experts, top_k):

@@ -119,6 +119,13 @@ def test_a_misspelt_key_ends_both_ranks_with_one_line(folder):
         )
 
 
+def test_a_device_without_a_back_end_ends_the_run_at_its_start(folder, tmp_path):
+    drift("master", tmp_path, "mindspeed_mm.fsdp.utils.device", ('"cpu"', '"xpu"'))
+    _, stderr = refused(folder, "master", CHUNKED, before=(tmp_path,))
+    (line,) = stderr.splitlines()
+    assert line.startswith("mindspeed_chunk: parallel.ep_plan.chunk_moe_backend: 'auto': ") and "xpu" in line
+
+
 def test_expert_parallel_size_1_is_one_warning_and_trains(folder, plain):
     config = write_config(folder / "run", CHUNKED, expert_parallel_size=1)
     finished = launch("master", config, timeout=TIMEOUT_S)

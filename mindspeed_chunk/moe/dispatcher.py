@@ -6,6 +6,7 @@ puts out.
 
 from __future__ import annotations
 
+import logging
 import weakref
 import zlib
 from collections.abc import Callable
@@ -21,6 +22,10 @@ from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.executor import Call, ChunkMoEFunction
 from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
+from mindspeed_chunk.moe.replay import recall, reroute, write_down
+from mindspeed_chunk.observe import emit
+
+logger = logging.getLogger("mindspeed_chunk")
 
 
 def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +61,9 @@ class ChunkMoEDispatcher:
         self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
         # modules that have passed as activations, and with which widths and dtypes
         self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
+        # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
+        self._rerouted: torch.Tensor | None = None
+        self._times_rerouted = 0
 
     def __getstate__(self) -> dict:
         """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
@@ -120,8 +128,39 @@ class ChunkMoEDispatcher:
             seq_mask=seq_mask,
             activation=activation,
         )
-        pending, tokens, route_TK = self._plan(arguments)
+        kept = recall()
+        pending, tokens, route_TK = kept or self._plan(arguments)
+        if kept:
+            route_TK = self._reroute(arguments, route_TK)
+        else:
+            write_down((pending, tokens, route_TK))
         return self._run(arguments, pending, tokens, route_TK)
+
+    def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
+        """The routes of a recompute. What has changed is added up where the tokens are; the next plan brings it home."""
+        route_TK = route(arguments.selected_experts, arguments.num_experts, arguments.pad_T())
+        if route_TK.shape != kept_TK.shape:
+            raise RuntimeError(
+                f"a recompute routes {tuple(route_TK.shape)} (tokens, experts a token), its forward routed "
+                f"{tuple(kept_TK.shape)}: the calls of one checkpoint must come in the same order"
+            )
+        route_TK, changed = reroute(route_TK, kept_TK)
+        self._rerouted = changed if self._rerouted is None else self._rerouted + changed
+        return route_TK
+
+    def _warn_of_reroutes(self, rerouted: dict[int, int]) -> None:
+        """Told at the first, second, fourth, eighth, ... time: near ties fall the other way in many a step."""
+        self._times_rerouted += 1
+        times = self._times_rerouted
+        emit("rerouted", "plan", by_rank=rerouted)
+        if times & (times - 1) == 0 and (not dist.is_initialized() or dist.get_rank() in (0, min(rerouted))):
+            told = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
+            logger.warning(
+                "mindspeed_chunk: the router chose other experts when its block was recomputed (%s); the forward's choices "
+                "were kept (time %d)",
+                told,
+                times,
+            )
 
     def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
         """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found."""
@@ -148,8 +187,16 @@ class ChunkMoEDispatcher:
             word = zlib.crc32(repr(settings).encode())
             back_end = ops.resolve(self.config.chunk_moe_backend, device)
             counts = back_end.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
+        rerouted, self._rerouted = self._rerouted, None
         pending = PendingPlan(
-            counts, tokens, num_experts, word, group, on_disagreement=lambda: agree(settings, error, group, device)
+            counts,
+            tokens,
+            num_experts,
+            counts.new_zeros(1) if rerouted is None else rerouted,
+            word,
+            group,
+            on_disagreement=lambda: agree(settings, error, group, device),
+            on_rerouted=self._warn_of_reroutes,
         )
         if error:
             pending.wait()  # raises, on every rank

@@ -88,8 +88,9 @@ def count_keys(route_TK: torch.Tensor, tokens: tuple[slice, ...], num_experts: i
 class PendingPlan:
     """A plan whose gather is on its way; `wait()` reads it, once.
 
-    The row each rank contributes is `[N * (E + 3) + 1]` int64: the counts of every chunk and a word that stands for the
-    rank's settings (see `dispatcher.py`), negative for a rank that was called with invalid arguments.
+    The row each rank contributes is `[N * (E + 3) + 2]` int64: the counts of every chunk, how much the router of earlier
+    calls changed its mind on recompute, and a word that stands for the rank's settings (see `dispatcher.py`), negative
+    for a rank that was called with invalid arguments.
     """
 
     def __init__(
@@ -97,19 +98,24 @@ class PendingPlan:
         counts: torch.Tensor,
         tokens: tuple[slice, ...],
         num_experts: int,
+        rerouted: torch.Tensor,
         word: int,
         group: dist.ProcessGroup | None,
         on_disagreement: Callable[[], None],
+        on_rerouted: Callable[[dict[int, int]], None],
     ) -> None:
         """Launch the gather.
 
         Args:
             counts: of the keys of `count_keys`, int64 `[num_counts]`.
+            rerouted: see `replay.reroute`; int64 `[1]`.
             on_disagreement: called on every rank when the words differ or one is negative; must raise.
+            on_rerouted: called on every rank when some rank's `rerouted` is not 0, with each of those, by rank.
         """
         self._tokens, self._num_experts, self._group = tokens, num_experts, group
-        self._on_disagreement = on_disagreement
-        self._gathered, self._work = all_gather(torch.cat([counts, counts.new_full((1,), word)]), group, "plan")
+        self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
+        row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
+        self._gathered, self._work = all_gather(row, group, "plan")
         self._plan: tuple[ChunkPlan, ...] | None = None
 
     def wait(self) -> tuple[ChunkPlan, ...]:
@@ -121,7 +127,7 @@ class PendingPlan:
         if self._plan is None:
             self._work.wait()
             self._plan = self._read(HostCopy(self._gathered, "plan").wait())
-            del self._gathered, self._work
+            del self._gathered, self._work, self._on_disagreement, self._on_rerouted
         return self._plan
 
     def _read(self, gathered: torch.Tensor) -> tuple[ChunkPlan, ...]:
@@ -129,11 +135,14 @@ class PendingPlan:
         words = gathered[:, -1].tolist()
         if len(set(words)) > 1 or words[0] < 0:
             self._on_disagreement()
+        ranks = range(ep) if self._group is None else dist.get_process_group_ranks(self._group)
+        rerouted = gathered[:, -2].tolist()
+        if any(rerouted):
+            self._on_rerouted({rank: n for rank, n in zip(ranks, rerouted, strict=True) if n})
         columns = num_experts + _EXTRA_COLUMNS
-        counts_RNE = gathered[:, :-1].view(ep, len(self._tokens), columns)
+        counts_RNE = gathered[:, :-2].view(ep, len(self._tokens), columns)
         invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
-            ranks = range(ep) if self._group is None else dist.get_process_group_ranks(self._group)
             told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
             raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
         counts_RNE = counts_RNE[:, :, 1 : num_experts + 1]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.moe.replay import replay_contexts
 from mindspeed_chunk.observe import emit
 
 try:
@@ -169,7 +170,7 @@ def _dispatch(experts, dispatcher, ep_group, hidden_states, first, second):
 def recompute(modules):
     """Keep only the inputs of these modules for the backward, which runs their forward again."""
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=replay_contexts)
 
 
 class BalanceLoss:

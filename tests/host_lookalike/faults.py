@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from mindspeed_chunk.patches import remove
-from torch.utils.checkpoint import checkpoint
 
 from host_lookalike.ranks import E, H, attempt, build, direct_arguments, plan, run, start
 from layer import distance
@@ -59,21 +58,33 @@ def one_raises(rank, world_size):
 
 
 def other_routing_on_recompute(rank, world_size):
-    """A checkpoint whose recompute sends one token of rank 0 to the other rank; what came of it on each rank."""
+    """The host's recompute of a block; rank 0 routes a token to the other rank, then swaps two, and that is undone."""
     start("master")
-    block, calls = build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)), []
+    from mindspeed_mm.fsdp.features.memory.recompute import recompute_wrapper
 
-    def layer(x):
-        index = torch.arange(x.shape[0])[:, None] + torch.arange(3)
-        calls.append(1)
-        if len(calls) == 2 and rank == 0:
-            index[2] += E // world_size
-        weight = block.gate(x).softmax(-1).gather(1, index % E)
-        return block.experts(x, index % E, weight)
+    told = []
+    for change in ("none", "another rank", "swapped"):
+        block, calls = build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)), []
 
-    x = torch.randn(9, H, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(rank))
-    out = checkpoint(layer, x, use_reentrant=False)
-    return attempt(lambda: out.sum().backward()), len(calls)
+        def layer(x, change=change, calls=calls, block=block):
+            index = (torch.arange(x.shape[0])[:, None] + torch.arange(3)) % E
+            calls.append(1)
+            if len(calls) == 2 and rank == 0:
+                if change == "another rank":
+                    index[2] = (index[2] + E // world_size) % E
+                if change == "swapped":
+                    index[[0, 5]] = index[[5, 0]]
+            weight = block.gate(x).softmax(-1).gather(1, index)
+            return block.experts(x, index, weight)
+
+        x = torch.randn(9, H, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(rank))
+        with observe() as events:
+            recompute_wrapper(layer, False)(x).sum().backward()
+            gathers = sum(event.kind == "all_gather" and event.name == "plan" for event in events)
+            layer(x.detach()).sum().backward()
+        rerouted = [event.detail["by_rank"] for event in events if event.kind == "rerouted"]
+        told.append((block.experts.down_proj.grad.norm().item(), gathers, rerouted, len(calls)))
+    return told
 
 
 def mcore(rank, world_size):

@@ -1,0 +1,276 @@
+"""Which arguments of a block carry the batch, how they are cut into micro-chunks, and how outputs are joined again.
+
+B samples in a call, b of them in a micro-chunk, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from mindspeed_chunk.config import ChunkMBSConfig
+
+# Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
+_PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
+# These have their batch in a place of their own, whatever the layout of the hidden states: [..., B, S], and none.
+_BATCH_DIM_OF = {"position_ids": -2}
+_NEVER_CUT = ("cache_position",)
+
+
+class CannotCut(ValueError):
+    """The arguments of this call cannot be cut into micro-chunks; the message is one line."""
+
+
+class Cut:
+    """The arguments of one call, cut: `micro(c)` has those of micro-chunk c.
+
+    Attributes:
+        batch: B.
+        lengths: samples of each micro-chunk; the last may have fewer.
+    """
+
+    def __init__(
+        self, leaves: list[Any], spec: TreeSpec, dims: dict[int, int], hidden: int, batch: int, size: int
+    ) -> None:
+        self._leaves, self._spec, self._dims, self._hidden = leaves, spec, dims, hidden
+        self.batch, self._size = batch, size
+        self.lengths = tuple(min(size, batch - start) for start in range(0, batch, size)) or (0,)
+        # in the backward, one buffer an argument takes up the gradients of its micro-chunks
+        self._grads = {}
+        for position in dims:
+            if leaves[position].requires_grad and torch.is_grad_enabled():
+                grads = self._grads[position] = _WholeGrad(leaves[position])
+                leaves[position] = _Source.apply(leaves[position], grads)
+
+    def micro(self, c: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments by position and by name. What needs a gradient, and the hidden states, own their storage."""
+        leaves, start, length = list(self._leaves), c * self._size, self.lengths[c]
+        for position, dim in self._dims.items():
+            whole = self._leaves[position]
+            if position in self._grads:
+                leaves[position] = _Slice.apply(whole, self._grads[position], dim, start, length)
+            else:
+                part = whole.narrow(dim, start, length)
+                leaves[position] = part.clone() if position == self._hidden else part
+        return tree_unflatten(leaves, self._spec)
+
+
+class Cutter:
+    """Cuts the arguments of one module's calls.
+
+    Args:
+        config: the settings.
+        forward: the module's forward, for the names of its arguments.
+        batch_sizes: the batch sizes that a run has, to tell a wrong `batch_dim` from a last batch that is short.
+    """
+
+    def __init__(self, config: ChunkMBSConfig, forward: Callable, batch_sizes: Sequence[int] = ()) -> None:
+        self._config, self._batch_sizes = config, frozenset(batch_sizes)
+        self._names = [
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        by_index = [self._names[i] if i < len(self._names) else f"args[{i}]" for i in config.chunk_arg_indexs]
+        self._named = (*by_index, *config.chunk_kwarg_names)
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+        """Decide on every argument.
+
+        Raises:
+            CannotCut: if there is no batch to be found, a named argument has another size, the batch is packed, or
+                `batch_dim` points at something else.
+        """
+        with_paths, spec = tree_flatten_with_path((args, kwargs))
+        roots = [self._root(path) for path, _ in with_paths]
+        paths = [self._shown(path) for path, _ in with_paths]
+        leaves = [leaf for _, leaf in with_paths]
+        hidden = self._find_hidden(roots, leaves)
+        batch = leaves[hidden].shape[self._config.batch_dim]
+        self._check_batch(paths[hidden], leaves[hidden], batch)
+        size = self._config.chunk_mbs
+        if batch <= size:
+            return Cut(leaves, spec, {}, hidden, batch, max(1, batch))
+        dims = {}
+        for position, (root, path, leaf) in enumerate(zip(roots, paths, leaves, strict=True)):
+            dim = self._dim(root, path, leaf, batch)
+            if dim is not None:
+                dims[position] = dim
+            if hasattr(leaf, "get_seq_length"):
+                leaves[position] = None  # empty, and every micro-chunk would append to it as if it were the next tokens
+        return Cut(leaves, spec, dims, hidden, batch, size)
+
+    def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
+        """The tensor that says how large the batch is: the first named one, else the first of all."""
+        for wanted in (*self._named, None):
+            for position, (root, leaf) in enumerate(zip(roots, leaves, strict=True)):
+                fits = isinstance(leaf, torch.Tensor) and leaf.dim() > self._config.batch_dim
+                if fits and (wanted is None or root == wanted):
+                    return position
+        raise CannotCut(f"no argument is a tensor with a dimension {self._config.batch_dim} (batch_dim)")
+
+    def _check_batch(self, path: str, hidden: torch.Tensor, batch: int) -> None:
+        known = self._batch_sizes
+        if not known or batch in known or batch < max(known):
+            return
+        others = [dim for dim, size in enumerate(hidden.shape) if size in known]
+        if others:
+            raise CannotCut(
+                f"features.chunkmbs_plan.batch_dim: {self._config.batch_dim}: {path} is {list(hidden.shape)}, and a "
+                f"batch has {' or '.join(map(str, sorted(known)))} samples; set it to {others[0]}"
+            )
+
+    def _dim(self, root: str, path: str, leaf: Any, batch: int) -> int | None:
+        """The dimension to cut a leaf along, or None to pass it whole."""
+        if leaf is not None and _PACKED.search(root) or type(leaf).__name__ == "BlockMask":
+            raise CannotCut(
+                f"{path}: samples packed into one row cannot be cut into micro-chunks; use a batch of samples, or "
+                "leave ChunkMBS out (features.enable_chunk_mbs: false)"
+            )
+        if getattr(leaf, "get_seq_length", int)():
+            raise CannotCut(f"{path}: a cache that holds keys and values cannot be cut; set use_cache to false")
+        named = root in self._named
+        if not isinstance(leaf, torch.Tensor) or root in self._config.chunk_whole_names:
+            return None
+        if not named and (not self._config.chunk_infer or root in _NEVER_CUT):
+            return None
+        dim = _BATCH_DIM_OF.get(root, self._config.batch_dim)
+        dim = dim + leaf.dim() if dim < 0 else dim
+        if not 0 <= dim < leaf.dim() or leaf.shape[dim] == 1:
+            return None  # nothing to cut, or the same for every sample
+        if leaf.shape[dim] == batch:
+            return dim
+        if named:
+            raise CannotCut(
+                f"{path}: {list(leaf.shape)}: dimension {dim} must be the batch's {batch} samples, or 1; take it out "
+                "of features.chunkmbs_plan.chunk_arg_indexs and chunk_kwarg_names, or correct batch_dim"
+            )
+        return None
+
+    def _root(self, path: tuple) -> str:
+        """The name of the argument that a leaf belongs to."""
+        group, key = path[0].idx, path[1]
+        if group == 1:
+            return key.key
+        return self._names[key.idx] if key.idx < len(self._names) else f"args[{key.idx}]"
+
+    def _shown(self, path: tuple) -> str:
+        return self._root(path) + keystr(path[2:])
+
+
+class Joined:
+    """The output of a block, put together as its micro-chunks come out: one buffer a tensor, written once."""
+
+    def __init__(self, cut: Cut, batch_dim: int) -> None:
+        self._cut, self._dim = cut, batch_dim
+        self._spec: TreeSpec | None = None
+        self._leaves: list[Any] = []
+        self._next = 0
+
+    def add(self, output: Any) -> None:
+        """The output of the next micro-chunk.
+
+        Raises:
+            CannotCut: for an output without a batch, or unlike those before.
+        """
+        length = self._cut.lengths[self._next]
+        parts, spec = tree_flatten(output)
+        if self._spec is None:
+            self._spec = spec
+            self._leaves = [self._buffer(part, length) for part in parts]
+        elif spec != self._spec:
+            raise CannotCut(f"a micro-chunk's output is {spec}, the first one's was {self._spec}")
+        start = self._next * self._cut.lengths[0]
+        for position, part in enumerate(parts):
+            if isinstance(part, torch.Tensor):
+                rows = part.shape[self._dim] // max(1, length)  # of a sample
+                self._leaves[position] = _Write.apply(self._leaves[position], part, self._dim, start * rows)
+            elif part is not self._leaves[position] and part != self._leaves[position]:
+                raise CannotCut(f"outputs of two micro-chunks differ: {self._leaves[position]!r} and {part!r}")
+        self._next += 1
+
+    def whole(self) -> Any:
+        return tree_unflatten(self._leaves, self._spec)
+
+    def _buffer(self, part: Any, length: int) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        # samples may have been flattened with their tokens: [b * S, ...]
+        if part.dim() <= self._dim or part.shape[self._dim] % length:
+            raise CannotCut(
+                f"an output of shape {list(part.shape)} has no batch of {length} samples on dimension {self._dim}, so "
+                "those of several micro-chunks cannot be joined; leave the module out of features.chunkmbs_plan.apply_modules"
+            )
+        shape = list(part.shape)
+        shape[self._dim] = shape[self._dim] // length * self._cut.batch
+        return part.new_empty(shape)
+
+
+def pair_up(parts: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """What hooks recorded for each micro-chunk, as if the batch had been one: `[b * S, ...]` to `[B * S, ...]`."""
+    for same in zip(*parts, strict=True):
+        yield torch.cat(same)
+
+
+class _WholeGrad:
+    """Takes up the gradients of slices of one tensor, whichever come, in whatever order."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape, self._whole = tensor.shape, None
+
+    def write(self, grad: torch.Tensor, place: tuple[int, int, int]) -> None:
+        if self._whole is None:
+            self._whole = grad.new_zeros(self._shape)
+        self._whole.narrow(*place).copy_(grad)
+
+    def take(self) -> torch.Tensor | None:
+        whole, self._whole = self._whole, None
+        return whole
+
+
+class _Source(torch.autograd.Function):
+    """The tensor that is cut. Its gradient is what its slices have written; none of them hands one on."""
+
+    @staticmethod
+    def forward(ctx, tensor, grads):
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.grads.take(), None
+
+
+class _Slice(torch.autograd.Function):
+    """A copy of a slice. Slicing itself would make a gradient of the whole's size for every slice."""
+
+    @staticmethod
+    def forward(ctx, whole, grads, dim, start, length):
+        ctx.grads, ctx.place = grads, (dim, start, length)
+        return whole.narrow(dim, start, length).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.grads.write(grad, ctx.place)
+        return None, None, None, None, None
+
+
+class _Write(torch.autograd.Function):
+    """Puts a part into its place in the whole. A `cat` at the end would keep every part until then."""
+
+    @staticmethod
+    def forward(ctx, whole, part, dim, start):
+        ctx.place = (dim, start, part.shape[dim])
+        whole.narrow(*ctx.place).copy_(part)
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.needs_input_grad[0] else None, grad.narrow(*ctx.place), None, None

@@ -1,0 +1,156 @@
+"""Runs a block's batch as micro-chunks, one after the other, inside the one call that FSDP2 sees.
+
+FSDP2's hooks hang on a module's `__call__`. Here `forward` is replaced, so parameters are gathered once a direction for
+the whole batch. Around a block the wrappers stand in one order, from the inside: recompute, offload, micro-chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_chunk.config import ChunkMBSConfig
+from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.dist import all_gather
+from mindspeed_chunk.mbs.arguments import CannotCut, Cut, Cutter, Joined, pair_up
+from mindspeed_chunk.observe import emit
+
+Forward = Callable[..., Any]
+# The lists that forward hooks are appending to at the moment, one entry a call of what they listen to.
+SideOutputs = Callable[[], Iterable[list]]
+
+
+class ChunkMBS:
+    """The micro-chunks of one model's blocks.
+
+    Args:
+        config: the settings, the same on every rank.
+        batch_sizes: the batch sizes that a run has (training, validation); a batch may also be a shorter last one.
+        group: the ranks that must run equally many micro-chunks, since every block's collectives are theirs; None for
+            a process on its own.
+        side_outputs: what is recorded by hooks inside a block comes out once a block, in the order of the batch.
+    """
+
+    def __init__(
+        self,
+        config: ChunkMBSConfig,
+        *,
+        batch_sizes: Sequence[int] = (),
+        group: dist.ProcessGroup | None = None,
+        side_outputs: Sequence[SideOutputs] = (),
+    ) -> None:
+        self.config = config
+        self._batch_sizes, self._group, self._side_outputs = tuple(batch_sizes), group, tuple(side_outputs)
+        self._first: str | None = None
+
+    def wrap(self, name: str, forward: Forward, signature: Callable) -> Forward:
+        """`forward` on the whole batch, run on micro-chunks. Blocks are wrapped in the order in which they run.
+
+        Args:
+            signature: the module's own forward, whose argument names say what is cut.
+        """
+        cutter = Cutter(self.config, signature, self._batch_sizes)
+        if self._first is None:
+            self._first = name
+
+        @functools.wraps(forward)
+        def chunked(*args, **kwargs):
+            cut = self._cut(name, cutter, args, kwargs)
+            if len(cut.lengths) == 1:
+                return forward(*args, **kwargs)
+            return self._run(name, forward, cut)
+
+        return chunked
+
+    def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+        """Every rank's micro-chunks are counted once a pass, at its first block, before any of them runs."""
+        error = cut = None
+        try:
+            cut = cutter.cut(args, kwargs)
+        except CannotCut as problem:
+            error = CannotCut(f"ChunkMBS, {name}: {problem}")
+        if name == self._first and self._group is not None:
+            device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+            self._agree(name, -1 if error else len(cut.lengths), device, error)
+        if error is not None:
+            raise error
+        return cut
+
+    def _agree(self, name: str, number: int, device: torch.device | None, error: CannotCut | None) -> None:
+        local = torch.tensor([number], dtype=torch.int64, device=device)
+        gathered, work = all_gather(local, self._group, "micro-chunks")
+        work.wait()
+        numbers = HostCopy(gathered, "micro-chunks").wait().flatten().tolist()
+        if error is None and len(set(numbers)) > 1:
+            ranks = dist.get_process_group_ranks(self._group)
+            told = ", ".join(f"{n if n >= 0 else 'an error'} on rank {rank}" for rank, n in zip(ranks, numbers))
+            raise CannotCut(
+                f"ChunkMBS, {name}: every rank must run equally many micro-chunks, but there are {told}; give every "
+                "rank the same batch size (data.dataloader_param.drop_last: true)"
+            )
+
+    def _run(self, name: str, forward: Forward, cut: Cut) -> Any:
+        joined, recorded = Joined(cut, self.config.batch_dim), _Recorded(self._side_outputs)
+        for c in range(len(cut.lengths)):
+            emit("micro_chunk", name, index=c, of=len(cut.lengths))
+            args, kwargs = cut.micro(c)
+            joined.add(forward(*args, **kwargs))
+            del args, kwargs
+            recorded.next()
+        recorded.close()
+        return joined.whole()
+
+
+class _Recorded:
+    """Merges what hooks recorded for each micro-chunk into what they would have recorded for the batch."""
+
+    def __init__(self, side_outputs: Sequence[SideOutputs]) -> None:
+        self._lists = [one for lists in side_outputs for one in lists()]
+        self._starts = [len(one) for one in self._lists]
+        self._parts: list[list[list[torch.Tensor]]] = [[] for _ in self._lists]
+
+    def next(self) -> None:
+        for one, start, parts in zip(self._lists, self._starts, self._parts, strict=True):
+            parts.append(one[start:])
+            del one[start:]
+
+    def close(self) -> None:
+        for one, parts in zip(self._lists, self._parts, strict=True):
+            one.extend(pair_up(parts))
+
+
+def transformers_outputs() -> Iterable[list]:
+    """What transformers' own output capturing (`output_router_logits` and the like) is recording at the moment."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before transformers 5.2 there is none
+        return ()
+    return [one for one in (_active_collector.get() or {}).values() if isinstance(one, list)]
+
+
+def wrap_blocks(
+    recompute: Mapping[str, nn.Module],
+    offload: Mapping[str, nn.Module],
+    chunk: Mapping[str, nn.Module],
+    *,
+    recomputed: Callable[[str, nn.Module], Forward],
+    offloaded: Callable[[str, nn.Module], Forward],
+    chunked: Callable[[str, Forward, Callable], Forward],
+) -> None:
+    """Wrap modules' forwards, by name, in the one order that works; the only place that knows it.
+
+    A recompute repeats what stands inside of it, an offload sends away what is saved inside of it: for one to see
+    micro-chunks and not the batch, both must stand inside of the loop over micro-chunks.
+    """
+    own = {name: module.forward for name, module in chunk.items()}
+    for name, module in recompute.items():
+        module.forward = recomputed(name, module)
+    for name, module in offload.items():
+        module.forward = offloaded(name, module)
+    for name, module in chunk.items():
+        module.forward = chunked(name, module.forward, own[name])

@@ -1,0 +1,237 @@
+"""Activations that wait on the host: sent while the next micro-chunk computes, brought back one micro-chunk ahead.
+
+What autograd saves inside one call of a wrapped block is a group. The order of groups in the forward, read backwards, is
+the order in which the backward wants them. A group is sent when the next one starts, so the last one of a pass, which
+the backward wants first, never leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_chunk.device import CopyLane
+from mindspeed_chunk.dist import DONE, Work
+from mindspeed_chunk.observe import emit
+
+# A copy this small costs more than the memory it frees.
+_LEAST_BYTES = 1024
+
+
+class HostPool:
+    """Host buffers by size, pinned where that means something, used again and again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._owned: set[int] = set()
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A buffer of `nbytes` bytes, uint8. It is the caller's until `give`."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._owned.add(buffer.data_ptr())
+        return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.numel()].append(buffer)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether these bytes are on the "host", also where device and host are one."""
+        return storage.data_ptr() in self._owned
+
+
+class ActivationOffload:
+    """Offloads what is saved inside the calls that it wraps.
+
+    Left on the device are parameters, small tensors, and what the caller of the block holds anyway: its arguments, with
+    the exception of the first tensor, the hidden states, if these own their storage (a micro-chunk's do).
+    """
+
+    def __init__(self) -> None:
+        self.pool = HostPool()
+        self._lane: CopyLane | None = None
+        self._last: Callable[[], _Group | None] = lambda: None
+
+    def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """The module's forward, with what it saves offloaded."""
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def offloaded(*args, **kwargs):
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            with (
+                self._group(name, module, tensors) as group,
+                torch.autograd.graph.saved_tensors_hooks(group.pack, _unpack),
+            ):
+                return forward(*args, **kwargs)
+
+        return offloaded
+
+    def _group(self, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> _Group:
+        if self._lane is None and arguments:
+            self._lane = CopyLane(arguments[0].device)
+        return _Group(self, name, module, arguments)
+
+
+class _Group:
+    """What one call saved. The graph owns the saved tensors; if it goes away, so do they."""
+
+    def __init__(self, offload: ActivationOffload, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> None:
+        self.offload, self.name, self._module = offload, name, module
+        self.saved: list[weakref.ref[_Saved]] = []
+        self._same: dict[tuple, weakref.ref[_Saved]] = {}
+        self.before: Callable[[], _Group | None] = offload._last
+        self._kept = {_storage(tensor) for tensor in arguments[1:]}
+        if arguments and arguments[0].untyped_storage().nbytes() != arguments[0].nbytes:
+            self._kept.add(_storage(arguments[0]))  # a part of something larger, which stays
+
+    def __enter__(self) -> _Group:
+        before = self.before()
+        if before is not None:
+            before.send()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # sent when this group started: the copy had all this time
+        before = self.before()
+        if before is not None:
+            before.let_go()
+        self._same.clear()
+        self._kept.clear()
+        if self.saved:
+            self.offload._last = weakref.ref(self)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if not self._leaves(tensor):
+            return tensor
+        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        saved = self._same.get(key, lambda: None)()
+        if saved is None:
+            saved = _Saved(self, tensor)
+            self.saved.append(weakref.ref(saved))
+            self._same[key] = weakref.ref(saved)
+        return saved
+
+    def _leaves(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout == torch.strided
+            and tensor.nbytes >= _LEAST_BYTES
+            and _storage(tensor) not in self._kept
+            and not self._is_weight(tensor)
+        )
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """By the bytes: hooks see a detached tensor, and FSDP2 has a parameter's bytes only while its unit runs."""
+        storage = _storage(tensor)
+        return any(
+            not hasattr(parameter, "to_local") and _storage(parameter) == storage
+            for parameter in self._module.parameters()
+        )
+
+    def _alive(self) -> Iterable[_Saved]:
+        return [saved for reference in self.saved if (saved := reference()) is not None]
+
+    def send(self) -> None:
+        for saved in self._alive():
+            saved.send()
+
+    def let_go(self) -> None:
+        for saved in self._alive():
+            saved.let_go()
+
+    def fetch(self) -> None:
+        for saved in self._alive():
+            saved.fetch()
+
+
+class _Saved:
+    """A saved tensor, on the device, on the host, or on its way."""
+
+    def __init__(self, group: _Group, tensor: torch.Tensor) -> None:
+        self._group = group
+        self._tensor: torch.Tensor | None = tensor
+        self._version = tensor._version
+        self._host: torch.Tensor | None = None
+        self._work: Work = DONE
+        self._like = torch.empty_like(tensor, device="meta")
+        # the tensor handed to the backward, while somebody there has it
+        self._handed: Callable[[], torch.Tensor | None] = lambda: None
+
+    def __del__(self) -> None:
+        if self._host is not None:
+            # a copy may still be under way where the graph was dropped early
+            self._work.wait()
+            self._group.offload.pool.give(self._host)
+
+    def send(self) -> None:
+        """Start the copy to the host; the tensor stays until `let_go`."""
+        if self._host is not None or self._tensor is None:
+            return
+        self._check_version()
+        offload, tensor = self._group.offload, self._tensor
+        self._host = offload.pool.take(tensor.nbytes, tensor.device)
+        self._work = offload._lane.copy(self._view(self._host), tensor)
+        emit("offload", self._group.name, to="host", bytes=tensor.nbytes)
+
+    def let_go(self) -> None:
+        """Free the tensor on the device, behind the copy to the host."""
+        if self._host is not None and self._tensor is not None:
+            self._work.wait()
+            self._check_version()
+            self._tensor, self._work = None, DONE
+
+    def fetch(self) -> None:
+        """Start the copy to the device."""
+        if self._tensor is not None or self._host is None:
+            return
+        lane = self._group.offload._lane
+        self._tensor = torch.empty_like(self._like, device=lane.device)
+        self._work = lane.copy(self._tensor, self._view(self._host))
+        self._version = self._tensor._version
+        emit("offload", self._group.name, to="device", bytes=self._tensor.nbytes)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, for the backward; with the first one of a group, the group before is fetched."""
+        handed = self._handed()
+        if handed is not None:
+            return handed
+        self.fetch()
+        before = self._group.before()
+        if before is not None:
+            before.fetch()
+        self._work.wait()
+        self._check_version()
+        tensor, self._work = self._tensor, DONE
+        if self._host is not None:
+            self._tensor, self._handed = None, weakref.ref(tensor)  # for another backward it is on the host
+        return tensor
+
+    def _view(self, buffer: torch.Tensor) -> torch.Tensor:
+        like = self._like
+        return torch.as_strided(buffer.view(like.dtype), like.shape, like.stride())
+
+    def _check_version(self) -> None:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was changed in "
+                "place before it was offloaded; leave the module out of features.activation_offload_plan.apply_modules"
+            )
+
+
+def _unpack(packed: torch.Tensor | _Saved) -> torch.Tensor:
+    return packed.unpack() if isinstance(packed, _Saved) else packed
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

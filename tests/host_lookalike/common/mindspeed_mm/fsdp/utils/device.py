@@ -1,0 +1,5 @@
+"""What the host runs on."""
+
+
+def get_device_type() -> str:
+    return "cpu"
