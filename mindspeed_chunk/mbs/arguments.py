@@ -204,7 +204,7 @@ class Joined:
         if part.dim() <= self._dim or part.shape[self._dim] % length:
             raise CannotCut(
                 f"an output of shape {list(part.shape)} has no batch of {length} samples on dimension {self._dim}, so "
-                "those of several micro-chunks cannot be joined; leave the module out of features.chunkmbs_plan.apply_modules"
+                "those of several micro-chunks cannot be joined; leave the module out of chunkmbs_plan.apply_modules"
             )
         shape = list(part.shape)
         shape[self._dim] = shape[self._dim] // length * self._cut.batch

@@ -1,8 +1,8 @@
 """Activations that wait on the host: sent while the next micro-chunk computes, brought back one micro-chunk ahead.
 
-What autograd saves inside one call of a wrapped block is a group. The order of groups in the forward, read backwards, is
-the order in which the backward wants them. A group is sent when the next one starts, so the last one of a pass, which
-the backward wants first, never leaves.
+What autograd saves inside one call of a wrapped block is a group. The order of groups in the forward, read backwards,
+is the order in which the backward wants them. A group is sent when the next one starts, so the last one of a pass,
+which the backward wants first, never leaves.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class _Saved:
     def _check_version(self) -> None:
         if self._tensor._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was changed in "
-                "place before it was offloaded; leave the module out of features.activation_offload_plan.apply_modules"
+                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was changed "
+                "in place before it was offloaded; leave the module out of features.activation_offload_plan.apply_modules"
             )
 
 

@@ -137,7 +137,7 @@ class ChunkMoEDispatcher:
         return self._run(arguments, pending, tokens, route_TK)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
-        """The routes of a recompute. What has changed is added up where the tokens are; the next plan brings it home."""
+        """The routes of a recompute. What has changed is added up on the device; the next plan brings it home."""
         route_TK = route(arguments.selected_experts, arguments.num_experts, arguments.pad_T())
         if route_TK.shape != kept_TK.shape:
             raise RuntimeError(
@@ -156,8 +156,8 @@ class ChunkMoEDispatcher:
         if times & (times - 1) == 0 and (not dist.is_initialized() or dist.get_rank() in (0, min(rerouted))):
             told = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
             logger.warning(
-                "mindspeed_chunk: the router chose other experts when its block was recomputed (%s); the forward's choices "
-                "were kept (time %d)",
+                "mindspeed_chunk: the router chose other experts when its block was recomputed (%s); the forward's "
+                "choices were kept (time %d)",
                 told,
                 times,
             )

@@ -88,9 +88,9 @@ def count_keys(route_TK: torch.Tensor, tokens: tuple[slice, ...], num_experts: i
 class PendingPlan:
     """A plan whose gather is on its way; `wait()` reads it, once.
 
-    The row each rank contributes is `[N * (E + 3) + 2]` int64: the counts of every chunk, how much the router of earlier
-    calls changed its mind on recompute, and a word that stands for the rank's settings (see `dispatcher.py`), negative
-    for a rank that was called with invalid arguments.
+    The row each rank contributes is `[N * (E + 3) + 2]` int64: the counts of every chunk, how often the router changed
+    its mind on recomputes since the last plan, and a word that stands for the rank's settings (see `dispatcher.py`),
+    negative for a rank that was called with invalid arguments.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class _Tape:
 
 
 class _Context:
-    """Makes a tape the current one. A context variable, since a recompute may run in another thread than its forward."""
+    """Makes a tape the current one, in the thread that runs the layers: that of a recompute may be another."""
 
     current: ContextVar[_Context | None] = ContextVar("tape", default=None)
 
