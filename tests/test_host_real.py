@@ -198,14 +198,30 @@ def test_alltoall_is_bit_equal_to_a_run_without_the_plugin(host, tmp_path):
     assert not run.frames and not plain.frames
 
 
+READ_35B = """
+import sys
+import mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe
+from mindspeed_mm.config.config_manager import ConfigManager
+from mindspeed_mm.fsdp.utils.register import model_register
+from transformers import AutoConfig
+
+tiny, *files = sys.argv[1:]
+del sys.argv[1:]  # the host would read them as keys
+for file in files:
+    told = ConfigManager(config_file_path=file).load_and_parse()
+    model = model_register.get(told.model.model_id)
+    # the values of the model section are looked at here only
+    model.overwrite_transformer_config(AutoConfig.from_pretrained(tiny), told.model, told.features)
+    print("read", file)
+"""
+
+
 def test_the_files_for_the_35b_are_read(tmp_path):
-    """By the host, and by our checks at start; their weights and data are not there."""
-    read = "from mindspeed_mm.config.config_manager import ConfigManager\n"
-    for name in ("qwen3_5_35b_npu.yaml", "qwen3_5_35b_npu_memory.yaml"):
-        read += f"ConfigManager(config_file_path={str(EXAMPLE / name)!r}).load_and_parse()\n"
+    """By the host, by our checks at start, and by the host's model; their weights and data are not there."""
+    files = [str(EXAMPLE / name) for name in ("qwen3_5_35b_npu.yaml", "qwen3_5_35b_npu_memory.yaml")]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
     done = subprocess.run(
-        [sys.executable, "-c", read],
+        [sys.executable, "-c", READ_35B, str(EXAMPLE / "tiny"), *files],
         env=environment(**ranks),
         cwd=tmp_path,
         capture_output=True,
@@ -213,6 +229,7 @@ def test_the_files_for_the_35b_are_read(tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("read ")] == [f"read {file}" for file in files]
 
 
 def test_torchrun_as_a_user_starts_it(host, tmp_path):
