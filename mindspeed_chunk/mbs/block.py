@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_chunk.config import ChunkMBSConfig
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.dist import all_gather
 from mindspeed_chunk.mbs.arguments import CannotCut, Cut, Cutter, Joined, pair_up
@@ -131,6 +131,37 @@ def transformers_outputs() -> Iterable[list]:
     except ImportError:  # before transformers 5.2 there is none
         return ()
     return [one for one in (_active_collector.get() or {}).values() if isinstance(one, list)]
+
+
+def check_order(recompute: Iterable[str], offload: Iterable[str], chunk: Iterable[str]) -> None:
+    """Check module names: a block in `chunk` is, or holds, a module of `recompute` and of `offload` where these exist.
+
+    Raises:
+        ConfigError: naming the blocks that are not, or that stand inside of one another or of a recomputed or offloaded
+            module, which would then see the whole batch.
+    """
+    chunk = list(chunk)
+    path = "features.chunkmbs_plan.apply_modules"
+    nested = [name for name in chunk if any(name.startswith(f"{other}.") for other in chunk)]
+    if nested:
+        raise ConfigError.about(
+            path, nested, "these stand inside of other modules of the list", "leave one of them out"
+        )
+    for key, modules in (("recompute_plan", list(recompute)), ("activation_offload_plan", list(offload))):
+        other = f"features.{key}.apply_modules"
+        around = [name for name in chunk if any(name.startswith(f"{outer}.") for outer in modules)]
+        if around:
+            raise ConfigError.about(
+                path,
+                around,
+                f"stand inside of modules of {other}, which would take the batch whole",
+                "name the same ones",
+            )
+        missing = [
+            name for name in chunk if not any(inner == name or inner.startswith(f"{name}.") for inner in modules)
+        ]
+        if modules and missing:
+            raise ConfigError.about(path, missing, f"not in {other}", "add them there, or turn that feature off")
 
 
 def wrap_blocks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
-from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.config import KEY_PREFIXES, ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.standalone.section import (
     Section,
     choice,
@@ -83,6 +83,8 @@ class Config:
     training: Training
     sequence_length: int
     recompute_modules: tuple[str, ...]
+    offload_modules: tuple[str, ...]
+    chunk_mbs: ChunkMBSConfig | None
     router_aux_loss_coef: float
     metrics_path: Path | None
 
@@ -103,6 +105,7 @@ def load_config(path, overrides, world_size):
     parallel, features = root.section("parallel"), root.section("features")
     data = root.section("data").section("dataset_param").section("basic_parameters")
     recompute_modules = features.section("recompute_plan").read("apply_modules", names, ())
+    offload_modules = features.section("activation_offload_plan").read("apply_modules", names, ())
     metrics_path = root.section("standalone").read("metrics_path", text, None)
     parallel.read("fully_shard_parallel_size", choice("auto", world_size), "auto")
     ep_size = parallel.read("expert_parallel_size", integer(1), 1)
@@ -121,12 +124,46 @@ def load_config(path, overrides, world_size):
         training=root.section("training").read_all(Training),
         sequence_length=data.read("cutoff_len", integer(2)),
         recompute_modules=recompute_modules if features.read("recompute", flag, False) else (),
+        offload_modules=offload_modules if features.read("enable_activation_offload", flag, False) else (),
+        chunk_mbs=_read_chunkmbs_plan(features),
         router_aux_loss_coef=features.section("loss_cfg").read("router_aux_loss_coef", number(0.0), 0.0),
         metrics_path=Path(metrics_path) if metrics_path else None,
     )
+    warnings += _chunkmbs_warnings(config)
     if unused := root.unused():
         warnings.append(f"without effect in this trainer: {', '.join(unused)}")
     return config, warnings
+
+
+def _read_chunkmbs_plan(features):
+    """The ChunkMBSConfig, or None where the feature is off. Its keys are checked in either case."""
+    section = features.section("chunkmbs_plan")
+    section.mark_used(section.mapping)
+    plan = ChunkMBSConfig.from_mapping(section.mapping, section.path)
+    if not features.read("enable_chunk_mbs", flag, False):
+        return None
+    if not plan.apply_modules:
+        raise ConfigError.about(
+            section.at("apply_modules"), [], "ChunkMBS needs the names of the blocks",
+            "for Qwen3.5-MoE: model.language_model.layers.{*}",
+        )  # fmt: skip
+    return plan
+
+
+def _chunkmbs_warnings(config):
+    plan, size = config.chunk_mbs, config.training.micro_batch_size
+    if plan is None:
+        return
+    if plan.chunk_mbs >= size:
+        path = "features.chunkmbs_plan.chunk_mbs"
+        yield f"{path}: {plan.chunk_mbs}: without effect, since training.micro_batch_size is {size}"
+    around = {"recompute": config.recompute_modules, "enable_activation_offload": config.offload_modules}
+    for feature, modules in around.items():
+        if not modules:
+            yield (
+                f"features.{feature} is off: ChunkMBS then saves parameter gathers, and next to no memory, since every "
+                "micro-chunk's activations stay"
+            )
 
 
 def _read_ep_plan(section, ep_size, warnings):

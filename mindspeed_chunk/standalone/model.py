@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.mbs.block import check_order
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
-from mindspeed_chunk.moe.replay import replay_contexts
 from mindspeed_chunk.observe import emit
 
 try:
@@ -124,19 +123,30 @@ class Modules:
 
     fsdp: list[torch.nn.Module]
     experts: list[torch.nn.Module]
-    recompute: list[torch.nn.Module]
+    recompute: dict[str, torch.nn.Module]
+    offload: dict[str, torch.nn.Module]
+    chunk: dict[str, torch.nn.Module]
 
 
 def find_modules(model, config):
-    """Raises ConfigError for a pattern that matches nothing, or experts that are none."""
+    """Raises ConfigError for a pattern without a match, experts that are none, or ChunkMBS where it cannot work."""
     ep_path = "parallel.ep_plan.apply_modules"
     experts = match_modules(model, config.ep.apply_modules, ep_path)
     for name, module in experts.items():
         if not {"gate_up_proj", "down_proj"} <= dict(module.named_parameters(recurse=False)).keys():
             raise ConfigError.about(ep_path, name, "has no gate_up_proj and down_proj", "name the experts' modules")
     fsdp = match_modules(model, config.fsdp.apply_modules, "parallel.fsdp_plan.apply_modules")
-    recomputed = match_modules(model, config.recompute_modules, "features.recompute_plan.apply_modules")
-    return Modules(list(fsdp.values()), list(experts.values()), list(recomputed.values()))
+    modules = Modules(
+        fsdp=list(fsdp.values()),
+        experts=list(experts.values()),
+        recompute=match_modules(model, config.recompute_modules, "features.recompute_plan.apply_modules"),
+        offload=match_modules(model, config.offload_modules, "features.activation_offload_plan.apply_modules"),
+        chunk=match_modules(
+            model, config.chunk_mbs.apply_modules if config.chunk_mbs else (), "features.chunkmbs_plan.apply_modules"
+        ),
+    )
+    check_order(modules.recompute, modules.offload, modules.chunk)
+    return modules
 
 
 def use_dispatcher(experts, config, ep_group):
@@ -167,12 +177,6 @@ def _dispatch(experts, dispatcher, ep_group, hidden_states, first, second):
         emit("layer", "end")
 
 
-def recompute(modules):
-    """Keep only the inputs of these modules for the backward, which runs their forward again."""
-    for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=replay_contexts)
-
-
 class BalanceLoss:
     """The routers' auxiliary load-balancing loss over one forward, as transformers defines it.
 
@@ -190,6 +194,10 @@ class BalanceLoss:
     def _keep(self, router, args, output):
         if self._logits is not None:
             self._logits.append(output[0])
+
+    def recorded(self):
+        """The list that routers are being listened to with at the moment, for ChunkMBS to put in order."""
+        return [] if self._logits is None else [self._logits]
 
     def start(self):
         self._logits = []

@@ -5,6 +5,7 @@ experts shard them further. Everything else is sharded over all ranks.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,38 @@ def shard_model(model, units, experts, config, meshes):
     _set_prefetch(model.modules(), "set_modules_to_forward_prefetch", config.num_to_forward_prefetch)
     backward_order = reversed(list(_children_first(model)))
     _set_prefetch(backward_order, "set_modules_to_backward_prefetch", config.num_to_backward_prefetch)
+
+
+def hoist_units(block):
+    """Gather the FSDP units inside of `block` with the block: once a direction for its whole batch.
+
+    As they are, they would be gathered, and their gradients reduced, once a micro-chunk. Here the block's forward runs
+    inside one call of each unit, between its hooks, and the calls inside of the block go past them.
+    """
+    for parent in list(block.modules()):
+        for name, unit in list(parent.named_children()):
+            if isinstance(unit, FSDPModule):
+                # found before the module's own entry of this name, which keeps its place and its parameters their names
+                parent.__dict__[name] = _WithoutHooks(unit)
+                unit.forward = _call
+                block.forward = partial(unit, block.forward)
+
+
+def _call(body, *args, **kwargs):
+    return body(*args, **kwargs)
+
+
+class _WithoutHooks:
+    """Stands for a unit inside of its block: calls its forward as it was; all else is the unit's."""
+
+    def __init__(self, unit):
+        self._unit, self._forward = unit, unit.forward
+
+    def __call__(self, *args, **kwargs):
+        return self._forward(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._unit, name)
 
 
 def _children_first(module):

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_chunk.observe import emit, observe
+from mindspeed_chunk.standalone.blocks import wrap_model
 from mindspeed_chunk.standalone.log import RunLog, traffic_per_layer
-from mindspeed_chunk.standalone.model import BalanceLoss, recompute, use_dispatcher
-from mindspeed_chunk.standalone.parallel import build_meshes, clip_gradients, shard_model
+from mindspeed_chunk.standalone.model import BalanceLoss, use_dispatcher
+from mindspeed_chunk.standalone.parallel import build_meshes, clip_gradients, hoist_units, shard_model
 
 
 class Trainer:
@@ -24,9 +25,11 @@ class Trainer:
         self.num_moe_layers = len(modules.experts)
         meshes = build_meshes(config.ep_size)
         use_dispatcher(modules.experts, config, meshes.ep_group)
-        recompute(modules.recompute)
         self.balance = BalanceLoss(model) if config.router_aux_loss_coef else None
+        self.offload = wrap_model(config, modules, [self.balance.recorded] if self.balance else [])
         shard_model(model, modules.fsdp, modules.experts, config.fsdp, meshes)
+        for block in modules.chunk.values():
+            hoist_units(block)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         experts = {p for module in modules.experts for p in module.parameters()}
         # two groups, because the optimizer's fused loops take only parameters of one mesh together
