@@ -1,4 +1,7 @@
-"""Metadata and packages. `patches/` stands beside the package in the checkout and is installed inside it."""
+"""Metadata and packages. `patches/` stands beside the package in the checkout and is installed inside it.
+
+In a checkout the link mindspeed_chunk/patches leads there, for a Python that is started in its root.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +24,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[
-        *find_packages(include=["mindspeed_chunk", "mindspeed_chunk.*"]),
+        # without what the link leads to, which would be there twice
+        *find_packages(include=["mindspeed_chunk", "mindspeed_chunk.*"], exclude=[PATCHES, f"{PATCHES}.*"]),
         PATCHES,
         *(f"{PATCHES}.{name}" for name in find_packages("patches")),
     ],

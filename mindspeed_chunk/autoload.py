@@ -5,6 +5,7 @@ It sets hooks on the host's modules and does nothing else. It never raises: `imp
 `mindspeed_chunk.launch` does its work).
 """
 
+import os
 import warnings
 
 
@@ -14,4 +15,6 @@ def autoload():
 
         install()
     except Exception as error:
-        warnings.warn(f"mindspeed_chunk is not available: {type(error).__name__}: {error}", stacklevel=2)
+        # the folder: another copy may come before the installed one
+        package = f"the package is {os.path.dirname(__file__)}"
+        warnings.warn(f"mindspeed_chunk is not available: {type(error).__name__}: {error} ({package})", stacklevel=2)

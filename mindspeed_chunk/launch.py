@@ -20,7 +20,9 @@ def main():
         return 2
     install()
     sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+    # as python does for a script; with -P (or -I) it puts neither the current folder nor the script's there
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
     return 0
 

@@ -153,6 +153,7 @@ def serve(log):
 
 def hook_cpu_patches():
     import wrapt
+
     from mindspeed_chunk.patches import cpu_device
 
     for patch in cpu_device.PATCHES:

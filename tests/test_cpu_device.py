@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+
 from mindspeed_chunk.patches import cpu_device, settings
 from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED
 

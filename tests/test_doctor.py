@@ -8,11 +8,11 @@ import types
 from pathlib import Path
 
 import pytest
-from mindspeed_chunk.patches import config_name, start_checks
-from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 
 import host_lookalike
 import mindspeed_chunk
+from mindspeed_chunk.patches import config_name, start_checks
+from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
 ROOT = Path(__file__).resolve().parent.parent

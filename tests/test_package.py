@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -92,6 +93,13 @@ def test_installed_version_and_patches():
     )
 
 
+def test_the_checkout_has_the_patches_in_the_package():
+    """It comes before an installed package wherever Python is started in its root."""
+    link = ROOT / "mindspeed_chunk" / "patches"
+    assert os.readlink(link) == "../patches"
+    assert (link / "__init__.py").samefile(ROOT / "patches" / "__init__.py")
+
+
 def test_wheel_holds_every_file_of_the_packages(tmp_path):
     pytest.importorskip("setuptools", minversion="70.1", reason="older ones need the package wheel to build one")
     source = tmp_path / "source"
@@ -99,11 +107,13 @@ def test_wheel_holds_every_file_of_the_packages(tmp_path):
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+    (source / "mindspeed_chunk" / "patches").symlink_to(os.readlink(ROOT / "mindspeed_chunk" / "patches"))
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
     answer = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
     installed = {name for name in names if ".dist-info/" not in name}
     expected = {"mindspeed_chunk/patches/README.md"}
     for package, folder in PACKAGES.items():

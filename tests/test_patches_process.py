@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from host_lookalike import FLAVOURS, PLAIN, run_code, write_config
+import mindspeed_chunk
+from host_lookalike import FLAVOURS, PLAIN, ROOT, run_code, write_config
 
 pytest.importorskip("pydantic")
 autoloaded = pytest.mark.skipif(
@@ -131,6 +133,7 @@ def test_a_broken_plugin_is_one_warning_and_never_an_error_of_torch():
     )
     (line,) = [line for line in answer.stderr.splitlines() if "Warning" in line]
     assert "mindspeed_chunk is not available: ModuleNotFoundError" in line
+    assert f"(the package is {Path(mindspeed_chunk.__file__).parent})" in line
 
 
 def test_launcher_without_a_script_says_how():
@@ -139,6 +142,37 @@ def test_launcher_without_a_script_says_how():
     for arguments, expected in (([], "usage: "), (["nowhere.py"], "nowhere.py: no such file")):
         answer = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
         assert answer.returncode == 2 and expected in answer.stderr and "Traceback" not in answer.stderr
+
+
+TELL_PATHS = """
+import sys
+import mindspeed_chunk.patches
+print(mindspeed_chunk.patches.__file__)
+print(sys.path[0])
+"""
+
+
+def launch(*options, script, cwd):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, *options, "-m", "mindspeed_chunk.launch", str(script)]
+    answer = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.splitlines()
+
+
+def test_launcher_in_the_root_of_the_checkout(tmp_path):
+    """There the checkout comes before an installed package, and has all that this has."""
+    (tmp_path / "script.py").write_text(TELL_PATHS)
+    file, first = launch(script=tmp_path / "script.py", cwd=ROOT)
+    assert file == str(ROOT / "mindspeed_chunk" / "patches" / "__init__.py")
+    assert first == str(tmp_path)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
+def test_launcher_keeps_a_safe_path(tmp_path):
+    (tmp_path / "script.py").write_text(TELL_PATHS)
+    _, first = launch("-P", script=tmp_path / "script.py", cwd=tmp_path)
+    assert first == next(filter(None, sys.path))
 
 
 READ = """
