@@ -11,7 +11,7 @@ import pytest
 
 import host_lookalike
 import mindspeed_chunk
-from mindspeed_chunk.patches import config_name, start_checks
+from mindspeed_chunk.patches import config_name, cpu_device, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
@@ -182,6 +182,39 @@ def test_autoload_off_names_the_launcher(host):
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in note
     assert "applied" not in states(report).values()
     assert report["chunkmoe"]["runs"] == "ours"
+    variables = {"MINDSPEED_CHUNK_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
+    *_, last = run("doctor", path=[host], **variables).stdout.strip().splitlines()
+    assert last == "chunkmoe can run here, by mindspeed_chunk.launch only"
+
+
+def test_package_without_patches_names_what_it_hides(tmp_path, monkeypatch):
+    monkeypatch.setattr(mindspeed_chunk, "__file__", str(tmp_path / "checkout" / "mindspeed_chunk" / "__init__.py"))
+    monkeypatch.setattr(sys, "path", [])
+    here = tmp_path / "checkout" / "mindspeed_chunk"
+    assert doctor._without_patches().endswith(f"({here}) but not installed: pip install it")
+
+    metadata = "Metadata-Version: 2.1\nName: mindspeed_chunk\nVersion: 0.1.0\n"
+    files = {"mindspeed_chunk-0.1.0.dist-info/METADATA": metadata, "mindspeed_chunk/patches/__init__.py": ""}
+    monkeypatch.setattr(sys, "path", [str(write(tmp_path / "site", files))])
+    told = doctor._without_patches()
+    assert told.startswith(f"{here} has no patches and hides the installed {tmp_path / 'site' / 'mindspeed_chunk'}: ")
+    assert f"take {here.parent} out of PYTHONPATH" in told
+
+
+def test_missing_device_comes_before_its_consequences(host):
+    """Unless the CPU is asked for, nothing of the CPU patches is needed, and a module of theirs may fail."""
+    fault = "raise TypeError('no such device')\n"
+    write(host, {"mindspeed_mm/fsdp/features/memory/grad_offload.py": fault})
+    report = diagnose(path=[host])
+    if report["device"] != "cpu":
+        pytest.skip("there is an accelerator here")
+    assert {patch["state"] for patch in report["patches"] if patch["name"].startswith("CPU")} == {"not needed"}
+    (reason,) = report["reasons"]
+    assert "MINDSPEED_CHUNK_DEVICE=cpu" in reason
+
+    report = diagnose(path=[host], MINDSPEED_CHUNK_DEVICE="cpu")
+    (reason,) = [reason for reason in report["reasons"] if "no such device" in reason]
+    assert reason.startswith("CPU gradient offload: unknown: ")
 
 
 def test_drifted_seam(host):
@@ -204,7 +237,9 @@ def test_host_module_gone(host):
 def test_host_that_cannot_be_imported_is_unknown(host, fault):
     write(host, {"mindspeed_mm/fsdp/__init__.py": fault})
     report = diagnose(path=[host])
-    assert set(states(report).values()) == {"unknown"}
+    cpu = {patch.name for patch in cpu_device.PATCHES}
+    assert {state for name, state in states(report).items() if name not in cpu} == {"unknown"}
+    assert {states(report)[name] for name in cpu} == {"not needed"}
     wanted = "No module named 'no_such_dependency'" if "import" in fault else "SystemExit: sorry"
     (reason,) = [reason for reason in report["reasons"] if wanted in reason]
     assert "mindspeed_mm.fsdp.params.parallel_args cannot be imported" in reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import mindspeed_chunk
 from mindspeed_chunk.tools import environment, host_probe
 
 _TIMEOUT = 600  # seconds; a host on a network drive imports slowly
@@ -20,7 +22,7 @@ _PLACEHOLDER = "a placeholder of a package index, or a version without FSDP2; un
 def main() -> int:
     options = _options()
     if importlib.util.find_spec("mindspeed_chunk.patches") is None:
-        print("mindspeed_chunk is on Python's path but not installed: pip install it", file=sys.stderr)
+        print(_without_patches(), file=sys.stderr)
         return 1
     if options.markdown:
         print(markdown())
@@ -98,6 +100,17 @@ def examine() -> dict:
     return report
 
 
+def _without_patches() -> str:
+    """Why the package at hand has none: it is a part of a checkout, and may come before the installed one."""
+    here = Path(mindspeed_chunk.__file__).parent
+    for distribution in importlib.metadata.distributions(name=environment.PLUGIN):
+        installed = Path(distribution.locate_file(environment.PLUGIN))
+        if (installed / "patches").is_dir() and installed.resolve() != here.resolve():
+            way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
+            return f"{here} has no patches and hides the installed {installed}: {way_out}, or start elsewhere"
+    return f"mindspeed_chunk is on Python's path ({here}) but not installed: pip install it"
+
+
 def _probe() -> dict:
     """What `host_probe` found, or `error`: why it found nothing."""
     with tempfile.TemporaryDirectory() as folder:
@@ -171,15 +184,16 @@ def _reasons(report: dict, probed: dict) -> list[str]:
     for package, place in probed.get("places", {}).items():
         if place["folders"] and not place["has_fsdp"]:
             reasons.append(f"{package} at {place['folders'][0]}: no {package}.fsdp in it: {_PLACEHOLDER}")
+    device, backends = report["device"], report["backends"]
+    # before what the host's modules say, which is often a consequence
+    if report["host"] and device == "cpu" and report["environment"][settings.DEVICE] != "cpu":
+        reasons.append(f"no NPU and no GPU here; {settings.DEVICE}=cpu lets MindSpeed-MM run on the CPU")
     states = [patch for patch in report["patches"] if patch["state"] in (DRIFTED, host_probe.UNKNOWN)]
     # one cause often fails several imports
     by_cause = {patch["detail"].rpartition(" cannot be imported: ")[2]: patch for patch in reversed(states)}
     reasons += [f"{patch['name']}: {patch['state']}: {patch['detail']}" for patch in reversed(by_cause.values())]
-    device, backends = report["device"], report["backends"]
     if device is not None and device not in backends and runs != "the host's":
         reasons.append(f"this version has no back end for the device here, {device} (it has: {', '.join(backends)})")
-    if report["host"] and device == "cpu" and report["environment"][settings.DEVICE] != "cpu":
-        reasons.append(f"no NPU and no GPU here; {settings.DEVICE}=cpu lets MindSpeed-MM run on the CPU")
     return reasons
 
 
@@ -228,7 +242,8 @@ def show(report: dict) -> None:
     for note in report["notes"]:
         console.print(f"note: {escape(note)}")
     if report["ok"]:
-        console.print("[green]chunkmoe can run here[/green]")
+        by_launcher = report["chunkmoe"]["runs"] == "ours" and not report["autoload"]["on"]
+        console.print(f"[green]chunkmoe can run here{', by mindspeed_chunk.launch only' * by_launcher}[/green]")
     else:
         console.print("[red]chunkmoe could not run here:[/red]")
         for reason in report["reasons"]:

@@ -104,11 +104,14 @@ def read_host(folders: list[str]) -> dict:
 
 def _examine(patch, host_found: bool) -> dict:
     """Import the module that sets the patch off, and tell its state."""
-    from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, start_checks
+    from mindspeed_chunk.patches import config_name, cpu_device, ep_dispatcher, expert_parallel, settings, start_checks
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED, READY
 
     state, detail = NO_HOST, ""
-    if host_found:
+    if host_found and patch in cpu_device.PATCHES and os.environ.get(settings.DEVICE) != "cpu":
+        # nobody asked for it, and its module may not be importable then
+        state, detail = NOT_NEEDED, f"{settings.DEVICE} is not cpu"
+    elif host_found:
         try:
             importlib.import_module(patch.module)
             state, detail = patch.state, patch.detail
