@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from mindspeed_chunk.config import ChunkMBSConfig
+from mindspeed_chunk.config import SHOWN_CHARS, ChunkMBSConfig
 
 # Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
 _PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
@@ -32,14 +34,18 @@ class Cut:
     Attributes:
         batch: B.
         lengths: samples of each micro-chunk; the last may have fewer.
+        rows: how many rows a sample may have in an output: one, or as many as its tokens, flattened with the batch.
     """
 
     def __init__(
-        self, leaves: list[Any], spec: TreeSpec, dims: dict[int, int], hidden: int, batch: int, size: int
+        self, leaves: list[Any], spec: TreeSpec, dims: dict[int, int], hidden: int, batch_dim: int, size: int
     ) -> None:
         self._leaves, self._spec, self._dims, self._hidden = leaves, spec, dims, hidden
-        self.batch, self._size = batch, size
+        shape = leaves[hidden].shape
+        self.batch = batch = shape[batch_dim]
+        self._size = size
         self.lengths = tuple(min(size, batch - start) for start in range(0, batch, size)) or (0,)
+        self.rows = {1, *accumulate(shape[batch_dim + 1 : -1], mul)}
         # in the backward, one buffer an argument takes up the gradients of its micro-chunks
         self._grads = {}
         for position in dims:
@@ -95,7 +101,7 @@ class Cutter:
         self._check_batch(paths[hidden], leaves[hidden], batch)
         size = self._config.chunk_mbs
         if batch <= size:
-            return Cut(leaves, spec, {}, hidden, batch, max(1, batch))
+            return Cut(leaves, spec, {}, hidden, self._config.batch_dim, max(1, batch))
         dims = {}
         for position, (root, path, leaf) in enumerate(zip(roots, paths, leaves, strict=True)):
             dim = self._dim(root, path, leaf, batch)
@@ -103,7 +109,7 @@ class Cutter:
                 dims[position] = dim
             if hasattr(leaf, "get_seq_length"):
                 leaves[position] = None  # empty, and every micro-chunk would append to it as if it were the next tokens
-        return Cut(leaves, spec, dims, hidden, batch, size)
+        return Cut(leaves, spec, dims, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
         """The tensor that says how large the batch is: the first named one, else the first of all."""
@@ -184,14 +190,15 @@ class Joined:
             self._spec = spec
             self._leaves = [self._buffer(part, length) for part in parts]
         elif spec != self._spec:
-            raise CannotCut(f"a micro-chunk's output is {spec}, the first one's was {self._spec}")
+            raise CannotCut(f"a micro-chunk's output is {_told(spec)}, the first one's was {_told(self._spec)}")
         start = self._next * self._cut.lengths[0]
-        for position, part in enumerate(parts):
-            if isinstance(part, torch.Tensor):
-                rows = part.shape[self._dim] // max(1, length)  # of a sample
-                self._leaves[position] = _Write.apply(self._leaves[position], part, self._dim, start * rows)
-            elif part is not self._leaves[position] and part != self._leaves[position]:
-                raise CannotCut(f"outputs of two micro-chunks differ: {self._leaves[position]!r} and {part!r}")
+        for position, (whole, part) in enumerate(zip(self._leaves, parts, strict=True)):
+            if isinstance(part, torch.Tensor) and isinstance(whole, torch.Tensor):
+                rows = whole.shape[self._dim] // self._cut.batch  # of a sample
+                self._check(whole, part, length * rows)
+                self._leaves[position] = _Write.apply(whole, part, self._dim, start * rows)
+            elif not _equal(part, whole):
+                raise CannotCut(f"outputs of two micro-chunks differ: {_told(whole)} and {_told(part)}")
         self._next += 1
 
     def whole(self) -> Any:
@@ -200,15 +207,38 @@ class Joined:
     def _buffer(self, part: Any, length: int) -> Any:
         if not isinstance(part, torch.Tensor):
             return part
-        # samples may have been flattened with their tokens: [b * S, ...]
-        if part.dim() <= self._dim or part.shape[self._dim] % length:
-            raise CannotCut(
-                f"an output of shape {list(part.shape)} has no batch of {length} samples on dimension {self._dim}, so "
-                "those of several micro-chunks cannot be joined; leave the module out of chunkmbs_plan.apply_modules"
-            )
         shape = list(part.shape)
+        if len(shape) <= self._dim or shape[self._dim] not in {length * rows for rows in self._cut.rows}:
+            raise CannotCut(
+                f"an output of shape {shape} has no batch of {length} samples on dimension {self._dim}, so those of "
+                "several micro-chunks cannot be joined; leave the module out of chunkmbs_plan.apply_modules"
+            )
         shape[self._dim] = shape[self._dim] // length * self._cut.batch
         return part.new_empty(shape)
+
+    def _check(self, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+        """A copy would cast and broadcast what does not fit."""
+        shape = list(whole.shape)
+        shape[self._dim] = size
+        if list(part.shape) != shape or part.dtype != whole.dtype:
+            raise CannotCut(
+                f"an output of shape {list(part.shape)} ({part.dtype}), where the first micro-chunk's lets expect "
+                f"{shape} ({whole.dtype})"
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # what holds tensors cannot say
+        return False
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    text = " ".join(str(value).split())
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
 def pair_up(parts: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:

@@ -99,8 +99,12 @@ class ChunkMBS:
         for c in range(len(cut.lengths)):
             emit("micro_chunk", name, index=c, of=len(cut.lengths))
             args, kwargs = cut.micro(c)
-            joined.add(forward(*args, **kwargs))
-            del args, kwargs
+            output = forward(*args, **kwargs)
+            try:
+                joined.add(output)
+            except CannotCut as problem:
+                raise CannotCut(f"ChunkMBS, {name}: {problem}") from None
+            del args, kwargs, output
             recorded.next()
         recorded.close()
         return joined.whole()

@@ -224,8 +224,9 @@ class _Saved:
     def _check_version(self) -> None:
         if self._tensor._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was changed "
-                "in place before it was offloaded; leave the module out of features.activation_offload_plan.apply_modules"
+                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was "
+                "changed in place before it was offloaded; leave the module out of "
+                "features.activation_offload_plan.apply_modules"
             )
 
 
