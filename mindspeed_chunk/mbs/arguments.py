@@ -5,7 +5,10 @@ B samples in a call, b of them in a micro-chunk, S sequence, H hidden.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -16,6 +19,8 @@ import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from mindspeed_chunk.config import SHOWN_CHARS, ChunkMBSConfig
+
+logger = logging.getLogger("mindspeed_chunk")
 
 # Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
 _PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
@@ -109,6 +114,8 @@ class Cutter:
                 dims[position] = dim
             if hasattr(leaf, "get_seq_length"):
                 leaves[position] = None  # empty, and every micro-chunk would append to it as if it were the next tokens
+        whole = [path for p, path in enumerate(paths) if p not in dims and isinstance(leaves[p], torch.Tensor)]
+        _tell(", ".join(paths[position] for position in dims), ", ".join(whole) or "none")
         return Cut(leaves, spec, dims, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
@@ -167,6 +174,13 @@ class Cutter:
 
     def _shown(self, path: tuple) -> str:
         return self._root(path) + keystr(path[2:])
+
+
+@functools.cache
+def _tell(cut: str, whole: str) -> None:
+    """Once for every set of arguments, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("mindspeed_chunk: ChunkMBS cuts %s; passed whole: %s", cut, whole)
 
 
 class Joined:
