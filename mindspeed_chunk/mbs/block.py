@@ -95,7 +95,7 @@ class ChunkMBS:
             )
 
     def _run(self, name: str, forward: Forward, cut: Cut) -> Any:
-        joined, recorded = Joined(cut, self.config.batch_dim), _Recorded(self._side_outputs)
+        joined, recorded = Joined(cut, self.config.batch_dim), _Recorded(name, self._side_outputs)
         for c in range(len(cut.lengths)):
             emit("micro_chunk", name, index=c, of=len(cut.lengths))
             args, kwargs = cut.micro(c)
@@ -113,7 +113,8 @@ class ChunkMBS:
 class _Recorded:
     """Merges what hooks recorded for each micro-chunk into what they would have recorded for the batch."""
 
-    def __init__(self, side_outputs: Sequence[SideOutputs]) -> None:
+    def __init__(self, name: str, side_outputs: Sequence[SideOutputs]) -> None:
+        self._name = name
         self._lists = [one for lists in side_outputs for one in lists()]
         self._starts = [len(one) for one in self._lists]
         self._parts: list[list[list[torch.Tensor]]] = [[] for _ in self._lists]
@@ -125,6 +126,12 @@ class _Recorded:
 
     def close(self) -> None:
         for one, parts in zip(self._lists, self._parts, strict=True):
+            counts = [len(part) for part in parts]
+            if len(set(counts)) > 1:
+                raise CannotCut(
+                    f"ChunkMBS, {self._name}: hooks recorded {counts} outputs in its micro-chunks, which cannot be "
+                    "joined unless they are equally many; leave the module out of chunkmbs_plan.apply_modules"
+                )
             one.extend(pair_up(parts))
 
 
