@@ -1,0 +1,147 @@
+"""Activations of the tiny example's blocks: batch 1 against batch 8, with ChunkMBS and what belongs to it, and without.
+
+    torchrun --nproc_per_node 2 ci/mbs_memory.py --plot outputs/mbs_memory.png
+
+Bytes alive from the entry of the first block to the exit of the last, forward and backward, at their highest; host
+buffers and what FSDP2 keeps are not counted. Growth is in units of the hidden states of 7 samples, [7, S, H]. Exits with
+1 where it is more than 4 with ChunkMBS, recompute and offload: a block's input, its output, and their gradients.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.standalone.config import load_config
+from mindspeed_chunk.standalone.prepare import prepare
+from mindspeed_chunk.standalone.train import Trainer
+from mindspeed_chunk.tools.measure import LiveBytes
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
+SMALL, LARGE = 1, 8
+BOUND = 4.0
+
+
+def features(chunk_mbs=True, recompute=True, offload=True):
+    on = {"enable_chunk_mbs": chunk_mbs, "recompute": recompute, "enable_activation_offload": offload}
+    return tuple(f"features.{key}={str(value).lower()}" for key, value in on.items())
+
+
+RUNS = {
+    "ChunkMBS, recompute, offload": features(),
+    "without offload": features(offload=False),
+    "without recompute": features(recompute=False),
+    "without both": features(recompute=False, offload=False),
+    "without ChunkMBS": features(chunk_mbs=False),
+    "without all three": features(False, False, False),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dispatcher", default="chunkmoe")
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seen = {}
+    for name, overrides in RUNS.items():
+        for size in (SMALL, LARGE):
+            seen[name, size] = Blocks(options, size, overrides).measure()
+    worst = 0.0
+    if dist.get_rank() == 0:
+        unit = (LARGE - SMALL) * options.sequence * seen[next(iter(RUNS)), SMALL].hidden * 4
+        worst = report(seen, unit)
+        if options.plot:
+            plot(seen, options.plot)
+            print(f"bytes over the step: {options.plot}")
+    destroy()
+    return 0 if worst <= BOUND else 1
+
+
+class Blocks:
+    """One training step, watched between the first block and the last."""
+
+    def __init__(self, options, size, overrides):
+        settings = (
+            f"model.model_name_or_path={EXAMPLE / 'tiny'}",
+            f"parallel.ep_plan.dispatcher={options.dispatcher}",
+            f"data.dataset_param.basic_parameters.cutoff_len={options.sequence}",
+            f"training.micro_batch_size={size}",
+            "features.loss_cfg.router_aux_loss_coef=0",
+        )
+        config, _ = load_config(EXAMPLE / "tiny.yaml", [*settings, *overrides], dist.get_world_size())
+        self.trainer = Trainer(prepare(config))
+        self.hidden = self.trainer.model.config.text_config.hidden_size
+        self.watch, self.spans = None, []
+
+    def measure(self):
+        self.trainer.step(0)  # host buffers, optimizer state: there before it counts
+        layers = self.trainer.model.model.language_model.layers
+        layers[0].register_forward_pre_hook(self._enter, prepend=True)
+        layers[-1].register_forward_hook(self._leave)
+        with LiveBytes() as self.watch:
+            self.start = time.perf_counter()
+            self.trainer.backward(1)
+            self.end = time.perf_counter()
+        self.peak = max(peak for _, _, peak in self.spans)
+        del self.trainer
+        return self
+
+    def _enter(self, block, args):
+        args[0].register_hook(lambda grad: self._close())
+        self._open()
+
+    def _leave(self, block, args, output):
+        self._close()
+        output.register_hook(lambda grad: self._open())
+
+    def _open(self):
+        self.opened, self.watch.peak = time.perf_counter(), self.watch.now
+
+    def _close(self):
+        self.spans.append((self.opened, time.perf_counter(), self.watch.peak))
+
+
+def report(seen, unit):
+    """Print the table; return the growth of the first run."""
+    table = Table(title=f"highest bytes alive in the blocks (kB); unit: {unit / 1e3:.0f} kB")
+    for column in ("run", f"batch {SMALL}", f"batch {LARGE}", "growth", "in units"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    growths = []
+    for name in RUNS:
+        small, large = seen[name, SMALL].peak, seen[name, LARGE].peak
+        growths.append((large - small) / unit)
+        cells = (f"{value / 1e3:.0f}" for value in (small, large, large - small))
+        table.add_row(name, *cells, f"{growths[-1]:.2f}")
+    Console().print(table)
+    return growths[0]
+
+
+def plot(seen, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for name in RUNS:
+        run = seen[name, LARGE]
+        times = [(moment - run.start) / (run.end - run.start) for moment, _ in run.watch.curve]
+        axes.plot(times, [nbytes / 1e6 for _, nbytes in run.watch.curve], label=name, linewidth=1)
+    axes.set(xlabel="time in the step, forward then backward", ylabel=f"MB alive, batch {LARGE}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

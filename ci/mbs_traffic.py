@@ -1,0 +1,93 @@
+"""FSDP2's parameter gathers and gradient reduce-scatters in one step of the tiny example, the same global batch three ways.
+
+    torchrun --nproc_per_node 4 ci/mbs_traffic.py
+
+Four ranks, expert-parallel size 2: an expert's own unit spans the 2 ranks that hold it, every other unit all 4. Counted
+on rank 0. Exits with 1 where ChunkMBS takes more than one gather a direction and one reduce-scatter a unit. (On torch 2.7
+a recompute that is not cut gathers the experts once more.)
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.standalone.config import load_config
+from mindspeed_chunk.standalone.prepare import prepare
+from mindspeed_chunk.standalone.train import Trainer
+from mindspeed_chunk.tools.measure import GATHER, REDUCE_SCATTER, Collectives
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
+NAMES = {2: "experts", 4: "all others"}
+
+
+def batch(size, accumulation):
+    return (f"training.micro_batch_size={size}", f"training.gradient_accumulation_steps={accumulation}")
+
+
+CHUNK_MBS = ("features.enable_chunk_mbs=true", "features.enable_activation_offload=true")
+RUNS = {
+    "one batch of 4": batch(4, 1),
+    "accumulation 4": batch(1, 4),
+    "ChunkMBS, 4 micro-chunks": batch(4, 1) + CHUNK_MBS,
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    counted = {}
+    for dispatcher in ("alltoall", "chunkmoe"):
+        for name, overrides in RUNS.items():
+            counted[dispatcher, name] = count((f"parallel.ep_plan.dispatcher={dispatcher}", *overrides))
+    broken = []
+    if dist.get_rank() == 0:
+        report(counted)
+        broken = [
+            (dispatcher, name)
+            for (dispatcher, name), seen in counted.items()
+            if name.startswith("ChunkMBS")
+            and seen.calls != once_a_direction(counted[dispatcher, "one batch of 4"].calls)
+        ]
+        for dispatcher, name in broken:
+            print(f"{dispatcher}, {name}: more collectives than one a direction", file=sys.stderr)
+    destroy()
+    return 1 if broken else 0
+
+
+def once_a_direction(calls):
+    """One reduce-scatter a unit, as for one batch, and two gathers."""
+    units = {ranks: calls[REDUCE_SCATTER, ranks] for ranks in NAMES}
+    return {
+        (kind, ranks): n * (1 + (kind == GATHER)) for ranks, n in units.items() for kind in (GATHER, REDUCE_SCATTER)
+    }
+
+
+def count(overrides):
+    model = f"model.model_name_or_path={EXAMPLE / 'tiny'}"
+    config, _ = load_config(EXAMPLE / "tiny.yaml", [model, *overrides], dist.get_world_size())
+    trainer = Trainer(prepare(config))
+    trainer.step(0)  # what happens only once is behind it
+    with Collectives() as collectives:
+        trainer.step(1)
+    return collectives
+
+
+def report(counted):
+    table = Table(title="one step, by the unit's ranks: calls (MB)")
+    table.add_column("run")
+    keys = [(kind, ranks) for ranks in NAMES for kind in (GATHER, REDUCE_SCATTER)]
+    for kind, ranks in keys:
+        table.add_column(f"{NAMES[ranks]}:\n{kind}", justify="right")
+    for (dispatcher, name), seen in counted.items():
+        cells = (f"{seen.calls[key]} ({seen.nbytes[key] / 1e6:.2f})" for key in keys)
+        table.add_row(f"{dispatcher}, {name}", *cells)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
