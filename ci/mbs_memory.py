@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 ci/mbs_memory.py --plot outputs/mbs_memory.png
 
 Bytes alive from the entry of the first block to the exit of the last, forward and backward, at their highest; host
-buffers and what FSDP2 keeps are not counted. Growth is in units of the hidden states of 7 samples, [7, S, H]. Exits with
-1 where it is more than 4 with ChunkMBS, recompute and offload: a block's input, its output, and their gradients.
+buffers and what FSDP2 keeps are not counted. Growth is in units of the hidden states of 7 samples, [7, S, H]. Exits
+with 1 where it is more than 4 with ChunkMBS, recompute and offload: a block's input, output, and their gradients.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def plot(seen, path):
         run = seen[name, LARGE]
         times = [(moment - run.start) / (run.end - run.start) for moment, _ in run.watch.curve]
         axes.plot(times, [nbytes / 1e6 for _, nbytes in run.watch.curve], label=name, linewidth=1)
-    axes.set(xlabel="time in the step, forward then backward", ylabel=f"MB alive, batch {LARGE}")
+    axes.set(xlim=(0, 1), xlabel="time in the step, forward then backward", ylabel=f"MB alive, batch {LARGE}")
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
