@@ -33,10 +33,13 @@ class HostPool:
         self._owned: set[int] = set()
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer of `nbytes` bytes, uint8. It is the caller's until `give`."""
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        """A buffer of at least `nbytes` bytes, uint8. It is the caller's until `give`."""
+        # at most eight sizes between two powers of two: where the sequence length changes, buffers fit all the same
+        step = 1 << max(0, nbytes.bit_length() - 4)
+        size = -(-nbytes // step) * step
+        if self._free[size]:
+            return self._free[size].pop()
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
         self._owned.add(buffer.data_ptr())
         return buffer
 
@@ -51,8 +54,9 @@ class HostPool:
 class ActivationOffload:
     """Offloads what is saved inside the calls that it wraps.
 
-    Left on the device are parameters, small tensors, and what the caller of the block holds anyway: its arguments, with
-    the exception of the first tensor, the hidden states, if these own their storage (a micro-chunk's do).
+    Left on the device are parameters and buffers, small tensors, and what the caller of the block holds anyway: its
+    arguments, with the exception of the first tensor, the hidden states, if these own their storage (a micro-chunk's
+    do).
     """
 
     def __init__(self) -> None:
@@ -90,6 +94,7 @@ class _Group:
         self.offload, self.name, self._module = offload, name, module
         self.saved: list[weakref.ref[_Saved]] = []
         self._same: dict[tuple, weakref.ref[_Saved]] = {}
+        self._weights: set[int] | None = None
         self.before: Callable[[], _Group | None] = offload._last
         self._kept = {_storage(tensor) for tensor in arguments[1:]}
         if arguments and arguments[0].untyped_storage().nbytes() != arguments[0].nbytes:
@@ -108,36 +113,51 @@ class _Group:
             before.let_go()
         self._same.clear()
         self._kept.clear()
+        self._weights = None
         if self.saved:
             self.offload._last = weakref.ref(self)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        if not self._leaves(tensor):
-            return tensor
-        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
+        leaves = self._leaves(tensor)
+        # a tensor that its own op saves would hold its graph, which holds the tensor
+        tensor = tensor.detach()
+        if not leaves:
+            return _Kept(self.name, tensor)
+        key = (
+            _storage(tensor),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
         saved = self._same.get(key, lambda: None)()
         if saved is None:
             saved = _Saved(self, tensor)
             self.saved.append(weakref.ref(saved))
             self._same[key] = weakref.ref(saved)
+        saved.uses += 1
         return saved
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
+            and tensor.device == self.offload._lane.device
             and tensor.nbytes >= _LEAST_BYTES
             and _storage(tensor) not in self._kept
             and not self._is_weight(tensor)
         )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """By the bytes: hooks see a detached tensor, and FSDP2 has a parameter's bytes only while its unit runs."""
-        storage = _storage(tensor)
-        return any(
-            not hasattr(parameter, "to_local") and _storage(parameter) == storage
-            for parameter in self._module.parameters()
-        )
+        """By the bytes: hooks see views and detached tensors, and FSDP2 has a parameter's only while its unit runs."""
+        if self._weights is None:
+            own = [*self._module.parameters(), *self._module.buffers()]
+            weights = {_storage(one.to_local() if hasattr(one, "to_local") else one) for one in own}
+            if any(hasattr(one, "to_local") for one in own):  # not gathered yet, perhaps: look again next time
+                return _storage(tensor) in weights
+            self._weights = weights
+        return _storage(tensor) in self._weights
 
     def _alive(self) -> Iterable[_Saved]:
         return [saved for reference in self.saved if (saved := reference()) is not None]
@@ -155,6 +175,17 @@ class _Group:
             saved.fetch()
 
 
+class _Kept:
+    """A saved tensor that stays. Autograd itself checks no versions where there are hooks."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name, self._tensor, self._version = name, tensor, tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        _check_version(self._name, self._tensor, self._version)
+        return self._tensor
+
+
 class _Saved:
     """A saved tensor, on the device, on the host, or on its way."""
 
@@ -165,8 +196,8 @@ class _Saved:
         self._host: torch.Tensor | None = None
         self._work: Work = DONE
         self._like = torch.empty_like(tensor, device="meta")
-        # the tensor handed to the backward, while somebody there has it
-        self._handed: Callable[[], torch.Tensor | None] = lambda: None
+        # how often the graph holds it, and how often one backward has asked for it so far
+        self.uses = self._used = 0
 
     def __del__(self) -> None:
         if self._host is not None:
@@ -203,9 +234,6 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, for the backward; with the first one of a group, the group before is fetched."""
-        handed = self._handed()
-        if handed is not None:
-            return handed
         self.fetch()
         before = self._group.before()
         if before is not None:
@@ -213,25 +241,28 @@ class _Saved:
         self._work.wait()
         self._check_version()
         tensor, self._work = self._tensor, DONE
-        if self._host is not None:
-            self._tensor, self._handed = None, weakref.ref(tensor)  # for another backward it is on the host
+        self._used += 1
+        if self._host is not None and self._used >= self.uses:
+            self._tensor, self._used = None, 0  # for another backward it is on the host
         return tensor
 
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
         like = self._like
-        return torch.as_strided(buffer.view(like.dtype), like.shape, like.stride())
+        return torch.as_strided(buffer[: like.nbytes].view(like.dtype), like.shape, like.stride())
 
     def _check_version(self) -> None:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self._like.shape)}, saved for the backward of {self._group.name}, was "
-                "changed in place before it was offloaded; leave the module out of "
-                "features.activation_offload_plan.apply_modules"
-            )
+        _check_version(self._group.name, self._tensor, self._version)
 
 
-def _unpack(packed: torch.Tensor | _Saved) -> torch.Tensor:
-    return packed.unpack() if isinstance(packed, _Saved) else packed
+def _check_version(name: str, tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)}, saved for the backward of {name}, was changed in place afterwards"
+        )
+
+
+def _unpack(packed: _Kept | _Saved) -> torch.Tensor:
+    return packed.unpack()
 
 
 def _storage(tensor: torch.Tensor) -> int:
