@@ -8,11 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 from mindspeed_chunk.patches import (
+    chunk_mbs,
     config_name,
     cpu_device,
     ep_chunkmoe,
     ep_dispatcher,
     expert_parallel,
+    features_applier,
     recompute,
     settings,
     start_checks,
@@ -29,6 +31,8 @@ PATCHES: tuple[Patch, ...] = (
             ep_dispatcher,
             ep_chunkmoe,
             recompute,
+            chunk_mbs,
+            features_applier,
         )
     ),
     *cpu_device.PATCHES,

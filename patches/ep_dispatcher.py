@@ -127,4 +127,5 @@ PATCH = Patch(
     why="every model's ep_forward ends there, with its expert-parallel group",
     until="the host has a registry of dispatchers",
     apply=check,
+    asked_by="dispatcher: chunkmoe",
 )

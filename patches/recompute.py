@@ -63,4 +63,5 @@ PATCH = Patch(
     why="a recompute that routes otherwise than its forward would give wrong gradients, or hang",
     until="the host takes a context_fn",
     apply=check,
+    asked_by="dispatcher: chunkmoe",
 )

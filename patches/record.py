@@ -43,6 +43,7 @@ class Patch:
         expects: the signature or shape it relies on, in words.
         why, until: why it is needed, and when it can go.
         apply: changes the module and returns the way back; raises `NotNeeded` or `Drifted` before any change.
+        asked_by: what a run must ask for before anything is replaced; empty for a patch that does so at once.
         state, detail: what became of it.
     """
 
@@ -54,6 +55,7 @@ class Patch:
     why: str
     until: str
     apply: Callable[[ModuleType], Undo]
+    asked_by: str = ""
     state: str = WAITING
     detail: str = ""
     undo: Undo | None = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 DISABLE = "MINDSPEED_CHUNK_DISABLE"
 DISPATCHER = "MINDSPEED_CHUNK_DISPATCHER"
+CHUNK_MBS = "MINDSPEED_CHUNK_MBS"
 STRICT = "MINDSPEED_CHUNK_STRICT"
 DEVICE = "MINDSPEED_CHUNK_DEVICE"
 
@@ -26,9 +27,23 @@ def host_dispatcher_chosen() -> bool:
     return os.environ.get(DISPATCHER) == "host"
 
 
+def host_chunk_mbs_chosen() -> bool:
+    """Whether a host with a ChunkMBS of its own shall run that one."""
+    return os.environ.get(CHUNK_MBS) == "host"
+
+
 def plan_mapping(plan: object) -> Mapping[str, object]:
-    """An `ep_plan` as a mapping, extra keys included: pydantic on 26.1 and later, a dataclass before."""
+    """A section as a mapping, extra keys included: pydantic on 26.1 and later, a dataclass before."""
     return plan.model_dump() if hasattr(plan, "model_dump") else dict(vars(plan))
+
+
+def features(arguments: object) -> Mapping[str, object]:
+    """The `features` section; on 26.0, which does not know it, as it stands in the yaml."""
+    section = getattr(arguments, "features", None)
+    if hasattr(section, "model_dump"):
+        return section.model_dump()
+    section = getattr(arguments, "_extra_fields", {}).get("features")
+    return section if isinstance(section, Mapping) else {}
 
 
 def plain_name(plan_class: type) -> str:

@@ -1,4 +1,4 @@
-"""Checks a configuration that asks for Chunk MoE as soon as the host has read it, before the first collective."""
+"""Checks a configuration that asks for Chunk MoE or ChunkMBS as soon as the host has read it, before any collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, settings
+from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, mbs_checks, settings
 from mindspeed_chunk.patches.config_name import NAME
 from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
 
@@ -46,7 +46,12 @@ def _wrap(owner: object, name: str, after) -> Undo:
 
 
 def check(arguments: object) -> None:
-    """Raises ConfigError. Does nothing for a configuration that does not ask for Chunk MoE."""
+    """Raises ConfigError. Does nothing for a configuration that asks for neither."""
+    _check_chunk_moe(arguments)
+    mbs_checks.check(arguments)
+
+
+def _check_chunk_moe(arguments: object) -> None:
     parallel = arguments.parallel
     plan = parallel.ep_plan
     if plan.dispatcher != NAME:

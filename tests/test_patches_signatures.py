@@ -15,6 +15,7 @@ from host_lookalike import HERE, LAYERS
 # modules that the look-alike has under names of its own; their functions have no counterpart
 OWN = {"lookalike", "eager", "sharding", "balance", "experts", "generic", "modelhub", "train_engine", "mpu", "log"}
 OWN |= {"str_match", "trainer", "parallel_state"}
+STANDS_IN = {"feature_plans.py": "feature_args.py"}
 # written shorter on purpose, or standing elsewhere in the host
 SHORTER = {
     "ConfigManager.__init__",
@@ -53,7 +54,7 @@ def modern(node):
         return None
     text = ast.unparse(node)
     text = re.sub(r"\bList\[", "list[", text)
-    text = re.sub(r"\bOptional\[([\w.]+)\]", r"\1 | None", text)
+    text = re.sub(r"\bOptional\[([\w.\[\]]+)\]", r"\1 | None", text)
     text = re.sub(r", metadata=.*\)$", ")", text, flags=re.DOTALL)
     return re.sub(r"^field\(default=(.*)\)$", r"\1", text, flags=re.DOTALL)
 
@@ -91,7 +92,7 @@ def counterparts(flavour, host):
             if name in seen or path.stem in OWN:
                 continue
             seen.add(name)
-            yield path, host / name
+            yield path, host / name.with_name(STANDS_IN.get(path.name, path.name))
 
 
 def differences(ours, theirs):

@@ -80,7 +80,7 @@ def test_chunkmoe_in_the_yaml_trains_to_the_same_losses(folder, plain, flavour):
 
 
 def test_alltoall_in_the_yaml_runs_nothing_of_ours(plain):
-    assert plain[1] == {"ran": ["alltoall"], "stack": []}
+    assert plain[1] == {"ran": ["alltoall"], "stack": [], "offloaded": []}
 
 
 @pytest.mark.parametrize("without", ["uninstalled", "disabled"])
@@ -196,5 +196,5 @@ def test_newest_host_log_says_whose_chunkmoe_runs(folder):
     assert "the host's own chunkmoe is not used (MINDSPEED_CHUNK_DISPATCHER=host chooses it)" in ours[0].stdout
     config = write_config(folder / "run", CHUNKED)
     theirs = launch("newest", config, timeout=TIMEOUT_S, MINDSPEED_CHUNK_DISPATCHER="host")
-    assert losses(theirs)[1] == {"ran": ["native chunkmoe"], "stack": []}
+    assert losses(theirs)[1] == {"ran": ["native chunkmoe"], "stack": [], "offloaded": []}
     assert "MINDSPEED_CHUNK_DISPATCHER=host: the host's own chunkmoe runs" in theirs[0].stdout

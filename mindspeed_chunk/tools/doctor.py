@@ -72,6 +72,7 @@ def examine() -> dict:
             environment.TORCH_AUTOLOAD,
             settings.DISABLE,
             settings.DISPATCHER,
+            settings.CHUNK_MBS,
             settings.STRICT,
             settings.DEVICE,
             "NON_MEGATRON",

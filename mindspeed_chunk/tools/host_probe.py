@@ -123,8 +123,8 @@ def _examine(patch, host_found: bool) -> dict:
                 state, detail = (DRIFTED if needed else NOT_NEEDED), f"no module {error.name}"
             else:
                 state, detail = UNKNOWN, f"{patch.module} cannot be imported: {_line(error)}"
-    if state == APPLIED and patch is ep_dispatcher.PATCH:
-        state, detail = READY, "it fits; replaced once a plan asks for chunkmoe"
+    if state == APPLIED and patch.asked_by:
+        state, detail = READY, f"it fits; replaced once a yaml says {patch.asked_by}"
     if state == DRIFTED:
         detail = f"expected {patch.expects}, found {detail}"
     return {"name": patch.name, "module": patch.module, "target": patch.target, "state": state, "detail": detail}

@@ -84,7 +84,7 @@ def write_config(folder, plan, *, kind="qwen3_5_moe", expert_parallel_size=2, si
             "ep_plan": {"apply_modules": ["layers.{*}.experts"], **plan},
         },
         "model": {"model_name_or_path": str(folder)},
-        "training": {"train_iters": 3, "lr": 0.5, **sections.pop("training", {})},
+        "training": {"train_iters": 3, "lr": 0.5, "micro_batch_size": 2, **sections.pop("training", {})},
         **sections,
     }
     path = folder / "config.yaml"

@@ -3,6 +3,7 @@
 import sys
 
 ran = []
+offloaded = []  # batch sizes of the blocks whose input left
 stack_modules = set()
 
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from mindspeed_mm import lookalike
 from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.log import set_log_level
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from torch.distributed.tensor import DTensor
 
-BATCH, LENGTH = 2, 7
+LENGTH = 7
 
 
 class Trainer:
@@ -27,17 +28,24 @@ class Trainer:
         init_parallel_state(args.parallel)
         self.args = args
         model = ModelHub.build(args.model, getattr(args, "features", None))
-        self.model = ParallelApplier(args.parallel, args.training)(model)
+        if hasattr(FeaturesApplier, "pre_fully_shard_apply"):
+            FeaturesApplier(args.features).pre_fully_shard_apply(model)
+            self.model = ParallelApplier(args.parallel, args.training)(model)
+        else:
+            self.model = ParallelApplier(args.parallel, args.training)(model)
+            FeaturesApplier(args.model)(self.model)
 
     def train(self):
         tokens = torch.Generator().manual_seed(100 + dist.get_rank())
         vocabulary = self.model.embed.num_embeddings
+        batch_size = self.args.training.micro_batch_size
         for step in range(self.args.training.train_iters):
-            batch = torch.randint(vocabulary, (BATCH, LENGTH + 1), generator=tokens)
-            mask = torch.ones(BATCH, LENGTH)
+            batch = torch.randint(vocabulary, (batch_size, LENGTH + 1), generator=tokens)
+            mask = torch.ones(batch_size, LENGTH)
             mask[-1, -2:] = 0
             logits = self.model(batch[:, :-1], mask)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = loss + self.model.auxiliary_loss(mask)
             loss.backward()
             self.step()
             dist.all_reduce(loss.detach_())
@@ -45,7 +53,8 @@ class Trainer:
                 print(f"step {step} loss {loss.item() / dist.get_world_size():.17g}", flush=True)
         if dist.get_rank() == 0:
             stack = sorted(name for name in lookalike.stack_modules if name.startswith("mindspeed_chunk"))
-            print("lookalike", json.dumps({"ran": sorted(set(lookalike.ran)), "stack": stack}), flush=True)
+            told = {"ran": sorted(set(lookalike.ran)), "stack": stack, "offloaded": sorted(set(lookalike.offloaded))}
+            print("lookalike", json.dumps(told), flush=True)
         dist.barrier()
         dist.destroy_process_group()
         os._exit(0)  # gloo's threads may abort a process that ends by itself

@@ -2,9 +2,8 @@
 
 from dataclasses import field
 
-from mindspeed_mm.config.arguments.base_args import BaseArguments
+from mindspeed_mm.fsdp.params import feature_plans
 
 
-class FeatureArguments(BaseArguments):
-    enable_ep_balance: bool = field(default=False)
+class FeatureArguments(feature_plans.FeatureArguments):
     skip_moe_pad_tokens: bool = field(default=False)

@@ -10,6 +10,11 @@ from mindspeed_mm.config.arguments.base_args import BaseArguments
 logger = logging.getLogger(__name__)
 
 
+class FSDPPlanConfig(BaseArguments):
+    apply_modules: list[str] = field(default_factory=list)
+    hook_modules: list[str] | None = None
+
+
 class EPPlanConfig(BaseArguments):
     apply_modules: list[str] = field(default_factory=list)
     use_npu_fused_ops: bool = True
@@ -26,6 +31,7 @@ class EPPlanConfig(BaseArguments):
 
 
 class ParallelArguments(BaseArguments):
+    fsdp_plan: FSDPPlanConfig = field(default_factory=FSDPPlanConfig)
     expert_parallel_size: int = field(default=1)
     expert_fully_shard_parallel_size: int = field(default=None)
     expert_data_parallel_size: int = field(default=1)

@@ -7,6 +7,11 @@ from typing import Literal
 from mindspeed_mm.config.arguments.base_args import BaseArguments
 
 
+class FSDPPlanConfig(BaseArguments):
+    apply_modules: list[str] = field(default_factory=list)
+    hook_modules: list[str] | None = None
+
+
 class EPPlanConfig(BaseArguments):
     apply_modules: list[str] = field(default_factory=list)
     use_npu_fused_ops: bool = True
@@ -16,6 +21,7 @@ class EPPlanConfig(BaseArguments):
 
 
 class ParallelArguments(BaseArguments):
+    fsdp_plan: FSDPPlanConfig = field(default_factory=FSDPPlanConfig)
     expert_parallel_size: int = field(default=1)
     expert_fully_shard_parallel_size: int = field(default=None)
     ep_plan: EPPlanConfig = field(default_factory=EPPlanConfig)

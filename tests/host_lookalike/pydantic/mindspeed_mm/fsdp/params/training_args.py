@@ -16,6 +16,8 @@ class TrainingArguments(BaseArguments):
     lr: float = field(default=5e-5)
     seed: int = field(default=42)
     train_iters: int = field(default=10000)
+    micro_batch_size: int = field(default=1)
+    val_micro_batch_size: int | None = field(default=None)
     plugin: list[str] = field(default_factory=list)
     quantization_plan: QuantizeConfig = field(default_factory=QuantizeConfig)
 

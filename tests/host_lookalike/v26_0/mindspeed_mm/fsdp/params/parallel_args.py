@@ -8,6 +8,12 @@ from mindspeed_mm.fsdp.params.utils import allow_extra_fields
 
 
 @dataclass
+class FSDPPlanConfig:
+    apply_modules: list[str] = field(default_factory=list)
+    hook_modules: list[str] | None = None
+
+
+@dataclass
 class EPPlanConfig:
     apply_modules: list[str] = field(default_factory=list)
     dispatcher: Literal["eager", "fused", "mc2"] = "fused"
@@ -15,12 +21,21 @@ class EPPlanConfig:
     _gradient_divide_factor: float = None
 
 
+@dataclass
+class RecomputePlanConfig:
+    apply_modules: list[str] = field(default_factory=list)
+    use_reentrant: bool = False
+
+
 @allow_extra_fields
 @dataclass
 class ParallelArguments:
+    fsdp_plan: FSDPPlanConfig = field(default_factory=FSDPPlanConfig)
     expert_parallel_size: int = field(default=1)
     expert_fully_shard_parallel_size: int = field(default=None)
     ep_plan: EPPlanConfig = field(default_factory=EPPlanConfig)
+    recompute: bool = field(default=False)
+    recompute_plan: RecomputePlanConfig = field(default_factory=RecomputePlanConfig)
 
     def __post_init__(self):
         self.world_size = int(os.getenv("WORLD_SIZE"))

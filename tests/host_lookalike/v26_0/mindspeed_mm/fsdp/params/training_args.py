@@ -13,6 +13,7 @@ class TrainingArguments:
     lr: float = field(default=5e-5)
     seed: int = field(default=42)
     train_iters: int = field(default=10000)
+    micro_batch_size: int = field(default=1)
     plugin: list[str] = field(default_factory=list)
 
     def compute_distributed_training(self, parallel_args):

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -21,7 +22,7 @@ def allow_extra_fields(cls):
         self._extra_fields = extra
         for key, value in extra.items():
             print_rank(logger.warning, f"Field '{key}' is not defined in {cls.__name__}. Adding as dynamic attribute.")
-            setattr(self, key, value)
+            setattr(self, key, types.SimpleNamespace(**value) if isinstance(value, dict) else value)
 
     cls.__init__ = __init__
     return cls

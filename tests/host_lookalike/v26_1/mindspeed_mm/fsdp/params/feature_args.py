@@ -1,9 +1,3 @@
 """The `features` section of the yaml."""
 
-from dataclasses import field
-
-from mindspeed_mm.config.arguments.base_args import BaseArguments
-
-
-class FeatureArguments(BaseArguments):
-    enable_ep_balance: bool = field(default=False)
+from mindspeed_mm.fsdp.params.feature_plans import FeatureArguments  # noqa: F401

@@ -1,0 +1,130 @@
+"""Runs the chunked blocks of a configuration that asks for ChunkMBS through ours: `apply_chunkmbs_module`, and what it
+has in common with hosts that have none.
+
+Nothing is replaced until `features.enable_chunk_mbs` asks for it, so other runs see the host's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from mindspeed_chunk.patches import settings
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once, rebind, signature_of
+
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
+
+APPLIER = "mindspeed_mm.fsdp.features.apply_features"
+_NAME = "apply_chunkmbs_module"
+_PARAMETERS = ("chunk_mbs_modules", "chunkmbs_cfg")
+_MARK = "_mindspeed_chunk_mbs"
+
+_module: ModuleType | None = None
+_original = None
+
+
+def check(module: ModuleType) -> Undo:
+    """Look at the signature and remember the module; nothing is changed yet."""
+    global _module
+    original = getattr(module, _NAME)
+    if tuple(inspect.signature(original).parameters) != _PARAMETERS:
+        raise Drifted(f"{_NAME}{signature_of(original)}")
+    _module = module
+    return _take_back
+
+
+def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
+    """From now on the host's chunked modules are ours.
+
+    Args:
+        batch_sizes, inner: see `wrap`.
+
+    Raises:
+        ConfigError: if the host would not come to us.
+    """
+    global _original
+    if _original is not None:
+        _take_back_function()
+    original = _original = getattr(_module, _NAME)
+
+    @functools.wraps(original)
+    def apply_chunkmbs_module(chunk_mbs_modules, chunkmbs_cfg):
+        config = ChunkMBSConfig.from_mapping(settings.plan_mapping(chunkmbs_cfg))
+        wrap(chunk_mbs_modules, config, batch_sizes, inner)
+
+    setattr(_module, _NAME, apply_chunkmbs_module)
+    rebind(_NAME, original, apply_chunkmbs_module, (APPLIER,))
+    if getattr(sys.modules.get(APPLIER), _NAME, None) is not apply_chunkmbs_module:
+        _take_back_function()
+        raise ConfigError(
+            f"features.enable_chunk_mbs: True: {PATCH.name} ({PATCH.module}.{PATCH.target}): drifted: expected "
+            f"{APPLIER} to call it by this name, found another way; {settings.CHUNK_MBS}=host runs the host's own"
+        )
+
+
+def wrap(
+    named: Iterable[tuple[str, Any]], config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]
+) -> None:
+    """Run these modules' batches as micro-chunks, around whatever stands in `forward` by now; each module once.
+
+    Args:
+        batch_sizes: those that the yaml gives, for training and validation.
+        inner: the yaml's keys of what must have been wrapped before, since it has to see micro-chunks.
+
+    Raises:
+        ConfigError: for a module that nothing has wrapped, though there is something in `inner`.
+    """
+    import torch.distributed as dist
+
+    from mindspeed_chunk.mbs.block import ChunkMBS, transformers_outputs
+
+    modules = {id(module): (name, module) for name, module in reversed(list(named))}  # the first name stays
+    modules = [pair for pair in reversed(modules.values()) if not hasattr(pair[1].forward, _MARK)]
+    bare = [name for name, module in modules if "forward" not in vars(module)]
+    if inner and bare:
+        raise ConfigError.about(
+            "features.chunkmbs_plan.apply_modules",
+            bare,
+            f"reached by ChunkMBS before, or without, {' and '.join(inner)}, which must stand inside of it",
+            "name the same modules in both",
+        )
+    group = dist.group.WORLD if dist.is_initialized() else None
+    chunk_mbs = ChunkMBS(config, batch_sizes=batch_sizes, group=group, side_outputs=[transformers_outputs])
+    for name, module in modules:
+        module.forward = chunk_mbs.wrap(name, module.forward, types.MethodType(type(module).forward, module))
+        setattr(module.forward, _MARK, True)
+    if modules:
+        log_once(logging.INFO, f"mindspeed_chunk: ChunkMBS is on, for {len(modules)} modules: {config}")
+
+
+def _take_back_function() -> None:
+    global _original
+    rebind(_NAME, getattr(_module, _NAME), _original, (APPLIER,))
+    setattr(_module, _NAME, _original)
+    _original = None
+
+
+def _take_back() -> None:
+    global _module
+    if _original is not None:
+        _take_back_function()
+    _module = None
+
+
+PATCH = Patch(
+    name="ChunkMBS",
+    module="mindspeed_mm.fsdp.features.communication.chunk_mbs",
+    target=_NAME,
+    hosts="26.1.0, master of 2026-08, newest master",
+    expects=f"{_NAME}({', '.join(_PARAMETERS)}), called after recompute and activation offload",
+    why="arguments that the host does not cut, outputs that it cannot join, settings that it does not check",
+    until="the host's own has none of these faults",
+    apply=check,
+    asked_by="features.enable_chunk_mbs: true",
+)
