@@ -152,27 +152,22 @@ def check_order(recompute: Iterable[str], offload: Iterable[str], chunk: Iterabl
             module, which would then see the whole batch.
     """
     chunk = list(chunk)
-    path = "features.chunkmbs_plan.apply_modules"
-    nested = [name for name in chunk if any(name.startswith(f"{other}.") for other in chunk)]
-    if nested:
-        raise ConfigError.about(
-            path, nested, "these stand inside of other modules of the list", "leave one of them out"
-        )
+
+    def refuse(wrong: list[str], rule: str, way_out: str) -> None:
+        if wrong:  # every one of them: the list is what the user has to work on
+            raise ConfigError(f"features.chunkmbs_plan.apply_modules: {', '.join(wrong)}: {rule}; {way_out}")
+
+    def inside(modules: Iterable[str]) -> list[str]:
+        return [name for name in chunk if any(name.startswith(f"{outer}.") for outer in modules)]
+
+    refuse(inside(chunk), "inside of other modules of the list", "leave one of them out")
     for key, modules in (("recompute_plan", list(recompute)), ("activation_offload_plan", list(offload))):
         other = f"features.{key}.apply_modules"
-        around = [name for name in chunk if any(name.startswith(f"{outer}.") for outer in modules)]
-        if around:
-            raise ConfigError.about(
-                path,
-                around,
-                f"stand inside of modules of {other}, which would take the batch whole",
-                "name the same ones",
-            )
-        missing = [
-            name for name in chunk if not any(inner == name or inner.startswith(f"{name}.") for inner in modules)
-        ]
-        if modules and missing:
-            raise ConfigError.about(path, missing, f"not in {other}", "add them there, or turn that feature off")
+        refuse(inside(modules), f"inside of modules of {other}, which would take the batch whole", "name the same ones")
+        held = [name for name in chunk if any(inner == name or inner.startswith(f"{name}.") for inner in modules)]
+        if modules:
+            missing = [name for name in chunk if name not in held]
+            refuse(missing, f"not in {other}", "add them there, or turn that feature off")
 
 
 def wrap_blocks(
