@@ -77,6 +77,7 @@ class CountingPool(HostPool):
     def __init__(self):
         super().__init__()
         self.buffers, self.out = set(), 0
+        self.early = False  # whether one came back while a copy was under way
 
     def take(self, nbytes, device):
         buffer = super().take(nbytes, device)
@@ -86,6 +87,8 @@ class CountingPool(HostPool):
 
     def give(self, buffer):
         self.out -= 1
+        pointer = buffer.untyped_storage().data_ptr()
+        self.early |= any(pointer in (t.untyped_storage().data_ptr() for t in pair) for pair in LateLane.under_way)
         super().give(buffer)
 
 
@@ -93,6 +96,7 @@ class LateLane:
     """Copies that are done at `wait()` and not before: until then the target holds NaN, and the source must stay."""
 
     device = torch.device("cpu")
+    under_way = []
 
     def copy(self, target, source):
         fill = float("nan") if target.is_floating_point() else 0
@@ -103,11 +107,13 @@ class LateLane:
 class _Late:
     def __init__(self, target, source):
         self.pair = target, source
+        LateLane.under_way.append(self.pair)
 
     def wait(self):
         if self.pair is not None:
             target, source = self.pair
             target.data.copy_(source)
+            LateLane.under_way[:] = [pair for pair in LateLane.under_way if pair is not self.pair]
             self.pair = None
 
 

@@ -1,4 +1,4 @@
-"""ChunkMoEConfig: the published rules, and one readable line for every wrong value."""
+"""ChunkMoEConfig and ChunkMBSConfig: the published rules, and one readable line for every wrong value."""
 
 import dataclasses
 import warnings
@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from mindspeed_chunk import ChunkMoEConfig, ConfigError, config
+from mindspeed_chunk.config import ChunkMBSConfig
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +135,72 @@ def test_one_set_is_no_warning():
         ChunkMoEConfig(moe_num_chunks=2)
         ChunkMoEConfig(moe_chunk_size=2)
         ChunkMoEConfig(moe_num_chunks=2, moe_chunk_size=0)
+
+
+def test_micro_chunks_defaults_and_lists_of_a_yaml():
+    assert dataclasses.asdict(ChunkMBSConfig()) == {
+        "apply_modules": (),
+        "chunk_mbs": 1,
+        "batch_dim": 0,
+        "chunk_arg_indexs": (0,),
+        "chunk_kwarg_names": (),
+        "chunk_whole_names": (),
+        "chunk_infer": True,
+    }
+    plan = {
+        "apply_modules": ["model.layers.{*}"],
+        "chunk_mbs": 3,
+        "batch_dim": 1,
+        "chunk_arg_indexs": [],
+        "chunk_kwarg_names": ["mask"],
+        "chunk_whole_names": ["bias"],
+        "chunk_infer": False,
+    }
+    made = ChunkMBSConfig.from_mapping(plan)
+    expected = {key: tuple(value) if isinstance(value, list) else value for key, value in plan.items()}
+    assert dataclasses.asdict(made) == expected and made == ChunkMBSConfig(**plan)
+    hash(made)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("chunk_mbs", 0, "must be an integer >= 1"),
+        ("chunk_mbs", -2, "must be an integer >= 1"),
+        ("chunk_mbs", True, "must be an integer >= 1"),
+        ("chunk_mbs", None, "must be an integer >= 1"),
+        ("chunk_mbs", "2", "must be an integer >= 1"),
+        ("chunk_mbs", 2.0, "must be an integer >= 1"),
+        ("batch_dim", -1, "must be an integer >= 0"),
+        ("batch_dim", False, "must be an integer >= 0"),
+        ("chunk_infer", 1, "must be a boolean"),
+        ("chunk_infer", "false", "must be a boolean"),
+        ("chunk_arg_indexs", None, "must be a list of integers >= 0"),
+        ("chunk_arg_indexs", 0, "must be a list of integers >= 0"),
+        ("chunk_arg_indexs", [-1], "must be a list of integers >= 0"),
+        ("chunk_arg_indexs", [True], "must be a list of integers >= 0"),
+        ("chunk_kwarg_names", None, "must be a list of names"),
+        ("chunk_kwarg_names", "attention_mask", "must be a list of names"),
+        ("chunk_kwarg_names", [""], "must be a list of names"),
+        ("chunk_whole_names", [3], "must be a list of names"),
+        ("apply_modules", "model.layers.{*}", "must be a list of names"),
+    ],
+)
+def test_wrong_value_of_the_micro_chunks_is_one_line(key, value, rule):
+    with pytest.raises(ConfigError) as error:
+        ChunkMBSConfig.from_mapping({key: value})
+    assert str(error.value).startswith(f"features.chunkmbs_plan.{key}: {value!r}: {rule}; ")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        ChunkMBSConfig(**{key: value})
+    assert str(error.value).startswith(f"{key}: {value!r}: {rule}; ")
+
+
+def test_micro_chunks_know_every_key_of_their_plan():
+    with pytest.raises(ConfigError) as error:
+        ChunkMBSConfig.from_mapping({"chunk_mbs": 2, "chunk_arg_indices": [0]})
+    assert str(error.value) == (
+        "features.chunkmbs_plan.chunk_arg_indices: [0]: unknown key; the nearest one is chunk_arg_indexs"
+    )
+    with pytest.raises(ConfigError, match=r"^features\.chunkmbs_plan: None: must be a mapping; "):
+        ChunkMBSConfig.from_mapping(None)

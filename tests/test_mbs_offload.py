@@ -84,14 +84,14 @@ def test_the_order_of_the_transfers(recompute):
     assert there == back and {name for name, _ in there} == set("abc")
 
 
-def test_a_tensor_that_three_ops_saved_is_sent_and_fetched_once():
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_tensor_that_three_ops_saved_is_sent_once_and_fetched_once_a_backward(passes):
     offload = make()
     with observe() as events:
-        run(blocks(offload, count=2, depths=(1,)), rand(ROWS, H))
-    # x and its normed value, q, k, v, softmax, x again, what is behind sigmoid twice, indices
+        run(blocks(offload, count=2, depths=(1,)), rand(ROWS, H), passes=passes)
     to_host = [e.detail["bytes"] for e in events if e.kind == "offload" and e.detail["to"] == "host"]
     to_device = [e.detail["bytes"] for e in events if e.kind == "offload" and e.detail["to"] == "device"]
-    assert sorted(to_host) == sorted(to_device)
+    assert sorted(passes * to_host) == sorted(to_device)
     assert len(to_host) == len(offload.pool.buffers)
 
 
@@ -122,10 +122,11 @@ def test_two_forwards_and_an_evaluation_before_two_backwards(late, order, betwee
                 hidden = module(hidden)
             outs.append(hidden)
         if between:
-            with torch.set_grad_enabled(between != "no_grad"):
+            with torch.set_grad_enabled(between != "no_grad"), observe() as events:
                 hidden = first.clone().requires_grad_()
                 for module in modules:
                     hidden = module(hidden)
+            assert between != "no_grad" or not any(event.kind == "offload" for event in events)
         for i in order:
             outs[i].square().sum().backward()
         found.append([leaf.grad for leaf in leaves] + [p.grad for p in modules.parameters()])

@@ -1,4 +1,4 @@
-"""Which saved tensors are offloaded, what a changed one is, and that nothing is kept."""
+"""Memory of micro-chunks and offload: what leaves, what a changed tensor is, and that nothing is kept."""
 
 import gc
 import weakref
@@ -6,9 +6,52 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from mindspeed_chunk.config import ChunkMBSConfig
 from mindspeed_chunk.mbs import offload as offload_module
+from mindspeed_chunk.mbs.block import ChunkMBS
 from offloaded import ROWS, Block, H, LateLane, blocks, make, rand, resident_bytes, run
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made while it is active, most at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._made = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+            if storage is not None and storage._cdata not in before:
+                self._made[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self):
+        return sum(nbytes for storage, nbytes in self._made.values() if storage() is not None)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_memory_of_cutting_and_joining(batch_dim):
+    """Of a block that only doubles, B micro-chunks: whole is the size of the hidden states."""
+    x = rand(8, 7, H) if batch_dim == 0 else rand(7, 8, H)
+    whole, part = x.nbytes, x.nbytes // 8
+    x, grad = x.requires_grad_(), torch.ones_like(x)
+    forward = ChunkMBS(ChunkMBSConfig(chunk_mbs=1, batch_dim=batch_dim)).wrap(
+        "block", lambda x: x * 2, lambda hidden_states: None
+    )
+    with Live() as live:
+        out = forward(x)
+    assert live.now() == whole and live.peak == whole + 2 * part  # the output; a micro-chunk's input and output
+    with Live() as live:
+        (x_grad,) = torch.autograd.grad(out, x, grad)
+    assert live.now() == whole and live.peak == whole + part
+    assert torch.equal(x_grad, torch.full_like(x, 2))
 
 
 def test_memory_of_a_group_is_free_once_it_is_sent():
@@ -53,6 +96,22 @@ def test_a_graph_that_is_dropped_gives_everything_back(wrapped):
         assert offload.pool.out == 0
     finally:
         gc.enable()
+
+
+def test_a_graph_that_is_dropped_while_its_copies_are_under_way():
+    offload, held = make(late=True), []
+    held.append(offload.wrap("first", Block())(rand(ROWS, H).requires_grad_()))
+    taken = []
+
+    def dropping(module, x):
+        taken.append(offload.pool.out)
+        held.clear()
+        taken.append(offload.pool.out)
+        return x.exp()
+
+    offload.wrap("other", Op(dropping))(rand(ROWS, H).requires_grad_())
+    assert taken[0] > 0 and taken[1] == 0
+    assert not offload.pool.early and not LateLane.under_way
 
 
 @pytest.mark.parametrize("shape", [(ROWS, H), (3, 2)])

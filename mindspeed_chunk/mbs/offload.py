@@ -123,14 +123,7 @@ class _Group:
         tensor = tensor.detach()
         if not leaves:
             return _Kept(self.name, tensor)
-        key = (
-            _storage(tensor),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor._version,
-        )
+        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         saved = self._same.get(key, lambda: None)()
         if saved is None:
             saved = _Saved(self, tensor)
@@ -209,7 +202,6 @@ class _Saved:
         """Start the copy to the host; the tensor stays until `let_go`."""
         if self._host is not None or self._tensor is None:
             return
-        self._check_version()
         offload, tensor = self._group.offload, self._tensor
         self._host = offload.pool.take(tensor.nbytes, tensor.device)
         self._work = offload._lane.copy(self._view(self._host), tensor)
