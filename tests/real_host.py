@@ -72,12 +72,17 @@ def write_config(path, overrides):
 
 @dataclasses.dataclass
 class Run:
-    """losses, norms: of every step, as the trainer computed them. log: what rank 0 wrote."""
+    """losses, norms: of every step, as the trainer computed them. log: what rank 0 wrote.
+
+    frames: of ours, at the first all-to-all. collectives: gathers of parameters and scatters of gradients so far, at
+    each step.
+    """
 
     losses: list
     norms: list
     validation: list
     frames: list
+    collectives: list
     log: str
 
 
@@ -103,19 +108,19 @@ class RealHost:
         self._process.stdin.close()
         self._process.wait()
 
-    def train(self, overrides, *, ranks=2, steps=20, timeout=600, again=False):
-        """A Run; the same question is answered from memory unless `again`."""
-        overrides = {"training.train_iters": steps, **overrides}
-        key = json.dumps([overrides, ranks], sort_keys=True)
+    def train(self, overrides, *, ranks=2, steps=20, timeout=600, again=False, environ=()):
+        """A Run; the same question is answered from memory unless `again`. `environ`: variables of the ranks."""
+        overrides, environ = {"training.train_iters": steps, **overrides}, dict(environ)
+        key = json.dumps([overrides, ranks, environ], sort_keys=True)
         if again or key not in self._cache:
-            self._cache[key] = self._train(overrides, ranks, timeout)
+            self._cache[key] = self._train(overrides, ranks, timeout, environ)
         return self._cache[key]
 
-    def _train(self, overrides, ranks, timeout):
+    def _train(self, overrides, ranks, timeout, environ):
         folder = self._folder / f"run{next(self._numbers)}"
         folder.mkdir()
         config = write_config(folder / "config.yaml", overrides)
-        request = {"folder": str(folder), "config": str(config), "ranks": ranks, "timeout": timeout}
+        request = {"folder": str(folder), "config": str(config), "ranks": ranks, "timeout": timeout, "environ": environ}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline())
@@ -130,7 +135,8 @@ class RealHost:
             losses=[row["loss"] for row in rows if "loss" in row],
             norms=[row["norm"] for row in rows if "loss" in row],
             validation=[row["validation"] for row in rows if "validation" in row],
-            frames=next(row["frames"] for row in rows if "frames" in row),
+            frames=next((row["frames"] for row in rows if "frames" in row), []),
+            collectives=[row["collectives"] for row in rows if "collectives" in row],
             log=logs[0],
         )
 
@@ -160,7 +166,7 @@ def hook_cpu_patches():
         wrapt.register_post_import_hook(patch.on_import, patch.module)
 
 
-def run(folder, config, ranks, timeout):
+def run(folder, config, ranks, timeout, environ):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -168,6 +174,7 @@ def run(folder, config, ranks, timeout):
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
+            os.environ.update(environ)
             be_rank(folder, config, rank, ranks, port)
         children[pid] = rank
     codes, deadline = [None] * ranks, time.monotonic() + timeout

@@ -97,7 +97,8 @@ def test_four_ranks_two_of_them_expert_parallel(host):
 
 
 def test_with_the_hosts_chunk_mbs_and_offload(host):
-    assert_same_training(host, "ChunkMBS, offload", N2, {**CHUNK_MBS, **OFFLOAD})
+    own = {"MINDSPEED_CHUNK_MBS": "host"}
+    assert_same_training(host, "the host's ChunkMBS, offload", N2, {**CHUNK_MBS, **OFFLOAD}, environ=own)
 
 
 def test_with_prefetch_chunk_loss_and_mtp(host):
