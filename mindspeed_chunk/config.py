@@ -9,6 +9,7 @@ from collections.abc import Mapping
 # An `ep_plan` belongs to the host; of its keys only those with these beginnings are ours to know or to refuse.
 KEY_PREFIXES = ("moe_", "chunk_moe_")
 SCHEDULES = ("rolling", "pair")
+KEEPS = ("activations", "rows", "input")
 BACKENDS = ("auto", "cpu", "cuda", "npu")
 SHOWN_CHARS = 80
 
@@ -32,7 +33,12 @@ class ChunkMoEConfig:
     moe_num_chunks: number of chunks; 0: not set.
     moe_chunk_size: tokens a chunk, and the rank with the most tokens decides on the number of chunks; 0: not set.
         Both 0: one chunk. Both set: `moe_num_chunks` wins, and one warning says so.
-    chunk_moe_recompute: compute the expert FFN again in the backward instead of keeping its activations.
+    chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and what fc1 makes of
+        them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
+        again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
+    chunk_moe_recompute: true for "rows", false for "activations".
+    chunk_moe_skip_unread: where a block is recomputed, and a first pass has shown that nothing behind the layer keeps any
+        of its output, leave out the second expert matmul and the combine of the recompute.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
@@ -42,6 +48,8 @@ class ChunkMoEConfig:
     moe_num_chunks: int = 0
     moe_chunk_size: int = 0
     chunk_moe_recompute: bool = False
+    chunk_moe_keep: str = ""
+    chunk_moe_skip_unread: bool = True
     chunk_moe_schedule: str = "rolling"
     chunk_moe_backend: str = "auto"
 
@@ -50,6 +58,15 @@ class ChunkMoEConfig:
             _check(field.name, getattr(self, field.name), field.name)
         if self.moe_num_chunks and self.moe_chunk_size:
             _warn_of_both(self.moe_num_chunks, self.moe_chunk_size)
+        if self.chunk_moe_recompute and self.chunk_moe_keep not in ("", "rows"):
+            raise ConfigError.about(
+                "chunk_moe_keep", self.chunk_moe_keep, "contradicts chunk_moe_recompute: true", "remove one of the two"
+            )
+
+    @property
+    def keep(self):
+        """One of `KEEPS`."""
+        return self.chunk_moe_keep or ("rows" if self.chunk_moe_recompute else "activations")
 
     @classmethod
     def from_mapping(cls, mapping, path="parallel.ep_plan"):
@@ -120,9 +137,12 @@ def _check(name, value, path):
     if name in ("moe_num_chunks", "moe_chunk_size"):
         if not _is_integer(value, 0):
             raise ConfigError.about(path, value, "must be an integer >= 0", "use 0 or remove the key to leave it unset")
-    elif name == "chunk_moe_recompute":
+    elif name in ("chunk_moe_recompute", "chunk_moe_skip_unread"):
         if not isinstance(value, bool):
             raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
+    elif name == "chunk_moe_keep":
+        if value != "":
+            _check_choice(path, value, KEEPS)
     elif name == "chunk_moe_schedule":
         _check_choice(path, value, SCHEDULES)
     else:

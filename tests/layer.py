@@ -26,6 +26,7 @@ class Case:
     tokens: one number a rank, reused in turn.
     routing: "random", "balanced", "first" or "last" (all rows to that expert), "one_rank" (all to the last rank's
         experts), "alternate" (token t only to experts of rank t // 2 % ranks, so that ranks are empty in turn).
+    keep: see ChunkMoEConfig.chunk_moe_keep.
     frozen: names out of `NAMES` that need no gradient.
     router_dtype: of the router weights, if not the rows'.
     """
@@ -33,7 +34,7 @@ class Case:
     chunks: int = 0
     chunk_size: int = 0
     schedule: str = "rolling"
-    recompute: bool = False
+    keep: str = "activations"
     layout: str = "LHF"
     tokens: tuple[int, ...] = (13, 9)
     hidden: int = 10
@@ -54,7 +55,7 @@ class Case:
         return ChunkMoEConfig(
             moe_num_chunks=self.chunks,
             moe_chunk_size=self.chunk_size,
-            chunk_moe_recompute=self.recompute,
+            chunk_moe_keep=self.keep,
             chunk_moe_schedule=self.schedule,
         )
 

@@ -30,6 +30,8 @@ def test_defaults_mean_one_chunk_rolling():
         "moe_num_chunks": 0,
         "moe_chunk_size": 0,
         "chunk_moe_recompute": False,
+        "chunk_moe_keep": "",
+        "chunk_moe_skip_unread": True,
         "chunk_moe_schedule": "rolling",
         "chunk_moe_backend": "auto",
     }
@@ -204,3 +206,14 @@ def test_micro_chunks_know_every_key_of_their_plan():
     )
     with pytest.raises(ConfigError, match=r"^features\.chunkmbs_plan: None: must be a mapping; "):
         ChunkMBSConfig.from_mapping(None)
+
+
+def test_what_is_kept():
+    assert ChunkMoEConfig().keep == "activations"
+    assert ChunkMoEConfig(chunk_moe_recompute=True).keep == "rows"
+    assert ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="rows").keep == "rows"
+    assert ChunkMoEConfig(chunk_moe_keep="input").keep == "input"
+    with pytest.raises(ConfigError, match="chunk_moe_keep: 'input': contradicts chunk_moe_recompute: true"):
+        ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="input")
+    with pytest.raises(ConfigError, match="parallel.ep_plan.chunk_moe_keep: 'row': must be one of activations, rows"):
+        ChunkMoEConfig.from_mapping({"chunk_moe_keep": "row"})

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from layer import Case, Layer, check, distance
-from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 F64 = Case()
@@ -22,10 +22,10 @@ def fresh_buffers_hold_nan():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", ["rolling", "pair"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_matches_the_reference(dtype, schedule, recompute):
+@pytest.mark.parametrize("keep", KEEPS)
+def test_matches_the_reference(dtype, schedule, keep):
     for chunks, layout in itertools.product((1, 2, 3, 5), ("LHF", "LFH")):
-        check(Case(chunks=chunks, layout=layout, dtype=dtype, schedule=schedule, recompute=recompute))
+        check(Case(chunks=chunks, layout=layout, dtype=dtype, schedule=schedule, keep=keep))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_matches_the_reference(dtype, schedule, recompute):
         {"dense_weights": True},
         {"dense_weights": True, "padded": True},
         {"activation": "module"},
-        {"activation": "module", "recompute": True, "frozen": ("activation",)},
+        {"activation": "module", "keep": "rows", "frozen": ("activation",)},
         {"router_dtype": torch.float32, "dtype": torch.bfloat16},
         {"router_dtype": torch.float64, "dtype": torch.float32, "hidden": 7},
         {"tokens": (3,), "chunks": 8},
@@ -61,14 +61,16 @@ INPUTS = ("x", "weight", "fc1", "fc2")
 
 @pytest.mark.parametrize("frozen", [f for n in range(5) for f in itertools.combinations(INPUTS, n)])
 def test_frozen_inputs_alone_and_together(frozen):
-    for recompute, activation in itertools.product((False, True), (None, "module")):
-        case = Case(chunks=3, frozen=frozen, recompute=recompute, activation=activation)
+    for keep, activation in itertools.product(KEEPS, (None, "module")):
+        case = Case(chunks=3, frozen=frozen, keep=keep, activation=activation)
         check(case)
         if activation:
-            check(Case(chunks=3, frozen=(*frozen, "activation"), recompute=recompute, activation=activation))
+            check(Case(chunks=3, frozen=(*frozen, "activation"), keep=keep, activation=activation))
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_moe_recompute": True}, {"chunk_moe_schedule": "pair"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *({"chunk_moe_keep": keep} for keep in KEEPS[1:]), {"chunk_moe_schedule": "pair"}]
+)
 @pytest.mark.parametrize("limit", [0.0, 0.3])
 def test_gradcheck(options, limit):
     layer = Layer(Case(tokens=(5,), hidden=4, intermediate=3, experts=4, top_k=2))
@@ -134,9 +136,9 @@ def test_chunks_change_no_row_that_is_only_moved():
 
 
 def test_number_of_chunks_changes_nothing_but_the_order_of_sums():
-    for recompute in (False, True):
-        one = Layer(Case(chunks=1, dtype=torch.float32, recompute=recompute)).fast()
-        four = Layer(Case(chunks=4, dtype=torch.float32, recompute=recompute)).fast()
+    for keep in KEEPS:
+        one = Layer(Case(chunks=1, dtype=torch.float32, keep=keep)).fast()
+        four = Layer(Case(chunks=4, dtype=torch.float32, keep=keep)).fast()
         # a token's rows do not depend on its chunk; the weights' gradients are sums over chunks
         for name in ("out", "weight"):
             assert distance({name: four[name]}, {name: one[name]})[name] < 1e-6
@@ -145,15 +147,15 @@ def test_number_of_chunks_changes_nothing_but_the_order_of_sums():
 
 def test_recompute_of_experts_is_bit_equal():
     for activation in (None, "module"):
-        keep, again = (Layer(Case(chunks=3, recompute=r, activation=activation)).fast() for r in (False, True))
-        assert max(distance(again, keep).values()) == 0
+        kept, again = (Layer(Case(chunks=3, keep=keep, activation=activation)).fast() for keep in KEEPS[:2])
+        assert max(distance(again, kept).values()) == 0
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("activation", [None, "module"])
-def test_autocast(recompute, activation):
+def test_autocast(keep, activation):
     """fp32 inputs under bf16 autocast: gradients keep their dtypes, and the backward works outside of the context."""
-    layer = Layer(Case(chunks=3, dtype=torch.float32, recompute=recompute, activation=activation))
+    layer = Layer(Case(chunks=3, dtype=torch.float32, keep=keep, activation=activation))
     expected = layer.fast()
     leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -168,8 +170,8 @@ def test_autocast(recompute, activation):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant):
     """From the first call on, which tries the activation out."""
-    for recompute, activation in itertools.product((False, True), (None, "module")):
-        layer = Layer(Case(chunks=3, recompute=recompute, activation=activation))
+    for keep, activation in itertools.product(KEEPS, (None, "module")):
+        layer = Layer(Case(chunks=3, keep=keep, activation=activation))
         expected = layer.fast()
         leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
         dispatcher = ChunkMoEDispatcher(layer.case.config())
@@ -183,8 +185,8 @@ def test_inside_a_checkpoint(reentrant):
 
 
 def test_backward_twice_with_a_retained_graph():
-    for recompute, activation in itertools.product((False, True), (None, "module")):
-        layer = Layer(Case(chunks=3, recompute=recompute, activation=activation))
+    for keep, activation in itertools.product(KEEPS, (None, "module")):
+        layer = Layer(Case(chunks=3, keep=keep, activation=activation))
         leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
         out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
         first = torch.autograd.grad(out, list(leaves.values()), layer.grad, retain_graph=True)

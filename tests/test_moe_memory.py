@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher import run_ranks
 from layer import Case, Layer, distance
+from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 
@@ -29,15 +30,16 @@ def saved_bytes(tensors, leaves):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_exactly_the_rows_fc1s_output_and_the_order_are_kept(chunks):
-    for recompute in (False, True):
-        case = Case(chunks=chunks, recompute=recompute, dtype=torch.float32)
+def test_exactly_what_the_mode_says_and_the_order_are_kept(chunks):
+    for keep in KEEPS:
+        case = Case(chunks=chunks, keep=keep, dtype=torch.float32)
         layer, saved = Layer(case), []
         leaves = leaves_of(layer)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved: kept.append(t) or t, lambda t: t):
             layer.call(ChunkMoEDispatcher(case.config()), leaves)
         rows = case.tokens[0] * case.top_k
-        columns = case.hidden + (0 if recompute else 2 * case.intermediate)
+        width = {"activations": case.hidden + 2 * case.intermediate, "rows": case.hidden, "input": 0}
+        columns = width[keep]
         assert saved_bytes(saved, leaves) == rows * columns * 4 + rows * 8  # no combine output among it
 
 
@@ -104,8 +106,8 @@ def count_saved(rank, world_size, cases):
 
 def test_every_rank_saves_the_same_number_of_tensors_whatever_it_received():
     cases = [
-        Case(chunks=3, recompute=recompute, **change)
-        for recompute in (False, True)
+        Case(chunks=3, keep=keep, **change)
+        for keep in KEEPS
         for change in ({"routing": "one_rank"}, {"tokens": (9, 0)}, {"tokens": (1, 2)}, {"padded": True})
     ]
     first, second = run_ranks(count_saved, 2, cases)
@@ -117,10 +119,10 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def run_50_steps(rank, world_size, recompute, blockwise):
+def run_50_steps(rank, world_size, keep, blockwise):
     """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves."""
     sizes = {"tokens": (512,), "hidden": 96, "intermediate": 64, "experts": 4, "top_k": 2}
-    case = Case(chunks=3, recompute=recompute, dtype=torch.float32, **sizes)
+    case = Case(chunks=3, keep=keep, dtype=torch.float32, **sizes)
     layer = Layer(case, rank, world_size)
     leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(case.config())
     group = dist.group.WORLD if world_size > 1 else None
@@ -142,10 +144,10 @@ def run_50_steps(rank, world_size, recompute, blockwise):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
-@pytest.mark.parametrize("recompute, blockwise", [(False, True), (True, True), (False, False)])
-def test_memory_is_flat_over_50_steps(recompute, blockwise):
+@pytest.mark.parametrize("keep, blockwise", [("activations", True), ("rows", True), ("input", False)])
+def test_memory_is_flat_over_50_steps(keep, blockwise):
     """A leak of what a step saves, or of a send buffer of it, would be 40 or 10 units."""
-    for growth in run_ranks(run_50_steps, 2, recompute, blockwise, fill_nan=False):
+    for growth in run_ranks(run_50_steps, 2, keep, blockwise, fill_nan=False):
         assert growth < 5, growth
 
 

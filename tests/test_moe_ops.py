@@ -106,13 +106,17 @@ def test_swiglu_and_its_gradient(limit):
     grad = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(cpu.swiglu(fc1.detach(), limit), expected, atol=1e-15)
     (wanted,) = torch.autograd.grad(expected, fc1, grad)
-    assert torch.allclose(cpu.swiglu_backward(grad, fc1.detach(), limit), wanted, atol=1e-15)
+    kept, reused = fc1.detach().clone(), fc1.detach().clone()
+    assert torch.allclose(cpu.swiglu_backward(grad.clone(), kept, limit, reuse=False), wanted, atol=1e-15)
+    assert torch.equal(kept, fc1)
+    again = cpu.swiglu_backward(grad.clone(), reused, limit, reuse=True)
+    assert again.data_ptr() == reused.data_ptr() and torch.allclose(again, wanted, atol=1e-15)
 
 
 def test_clamped_swiglu_at_the_limit_has_the_gradient_of_clamp():
     fc1 = torch.tensor([[0.5, -0.5, 2.0, 0.5, -0.5, -2.0]], dtype=torch.float64).requires_grad_()
     (wanted,) = torch.autograd.grad(reference.swiglu(fc1, 0.5).sum(), fc1)
-    got = cpu.swiglu_backward(torch.ones(1, 3, dtype=torch.float64), fc1.detach(), 0.5)
+    got = cpu.swiglu_backward(torch.ones(1, 3, dtype=torch.float64), fc1.detach(), 0.5, reuse=False)
     assert torch.allclose(got, wanted)
 
 
@@ -128,3 +132,14 @@ def test_packed_rows_carry_a_number_of_any_dtype_and_stay_aligned(rows, number):
         assert torch.equal(packed[:, :hidden], before)
         assert torch.equal(tail(packed.clone(), hidden, number), numbers)
     assert tail(torch.zeros(0, packed_width(3, rows), dtype=rows), 3, number).shape == (0,)
+
+
+@pytest.mark.parametrize("counts", [[[3, 0, 2], [1, 4, 0]], [[5, 2, 1]], [[2], [3]], [[0, 0], [0, 0]]], ids=str)
+def test_products_in_sending_order_are_the_products_put_in_that_order(counts):
+    per_expert = [sum(column) for column in zip(*counts)]
+    rows, weight = torch.randn(sum(per_expert), 4), torch.randn(len(per_expert), 4, 6)
+    expected = cpu.regroup_backward(cpu.grouped_mm(rows, weight, per_expert), counts)
+    assert torch.equal(cpu.grouped_mm_back(rows, weight, counts), expected)
+    strided = torch.full((len(rows), 9), float("nan"))
+    cpu.grouped_mm_back(rows, weight, counts, out=strided[:, :6])
+    assert torch.equal(strided[:, :6], expected) and strided[:, 6:].isnan().all()

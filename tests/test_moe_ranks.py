@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
-from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
@@ -33,7 +33,7 @@ SIZES = (
 )
 OTHERS = (
     {"padded": True},
-    {"padded": True, "routing": "one_rank", "recompute": True},
+    {"padded": True, "routing": "one_rank", "keep": "rows"},
     {"limit": 0.5},
     {"dense_weights": True},
     {"activation": "module"},
@@ -49,12 +49,12 @@ OTHERS = (
 
 
 def cases() -> list[Case]:
-    modes = itertools.product(("rolling", "pair"), (False, True), ("LHF", "LFH"))
+    modes = itertools.product(("rolling", "pair"), KEEPS, ("LHF", "LFH"))
     dtypes = itertools.cycle((torch.float64, torch.float32, torch.bfloat16))
     found = []
-    for schedule, recompute, layout in modes:
+    for schedule, keep, layout in modes:
         for change in (*ROUTINGS, *SIZES, *OTHERS):
-            own = {"schedule": schedule, "recompute": recompute, "layout": layout, "chunks": 3, "dtype": next(dtypes)}
+            own = {"schedule": schedule, "keep": keep, "layout": layout, "chunks": 3, "dtype": next(dtypes)}
             found.append(Case(**{**own, **change}))
     return found
 

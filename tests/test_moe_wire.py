@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher import run_ranks
 from layer import Case, Layer, check
+from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe import executor
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.schedule import build, render, residency
@@ -43,8 +44,8 @@ def test_collectives_and_host_copies_of_a_call():
         )
 
     cases, wanted = [], []
-    for chunks, schedule, recompute in itertools.product((1, 2, 3, 8), ("rolling", "pair"), (False, True)):
-        cases.append(Case(chunks=chunks, schedule=schedule, recompute=recompute))
+    for chunks, schedule, keep in itertools.product((1, 2, 3, 8), ("rolling", "pair"), KEEPS):
+        cases.append(Case(chunks=chunks, schedule=schedule, keep=keep))
         wanted.append(expected(2 * chunks, 2 * chunks))
     cases += [
         Case(chunks=0, chunk_size=4),  # 13 and 9 tokens: 4 chunks
@@ -107,8 +108,8 @@ def record_actions(rank, world_size, cases):
 
 def test_record_of_the_executor_is_the_schedule_and_stays_within_its_residency():
     cases = [
-        Case(chunks=n, schedule=schedule, recompute=recompute, **change)
-        for n, schedule, recompute in itertools.product((1, 2, 3, 5, 8), ("rolling", "pair"), (False, True))
+        Case(chunks=n, schedule=schedule, keep=keep, **change)
+        for n, schedule, keep in itertools.product((1, 2, 3, 5, 8), ("rolling", "pair"), KEEPS)
         for change in ({}, {"routing": "one_rank"}, {"padded": True})
     ]
     run_ranks(record_actions, 2, cases)
@@ -134,10 +135,10 @@ def trace(rank, world_size, cases, naps):
 def test_same_collectives_in_the_same_order_with_matching_sizes_on_every_rank():
     """Skewed routing, uneven tokens, and one rank that sleeps at random."""
     cases = [
-        Case(chunks=3, schedule=schedule, recompute=recompute, routing=routing, tokens=tokens, seed=seed)
-        for seed, (schedule, recompute, routing, tokens) in enumerate(
+        Case(chunks=3, schedule=schedule, keep=keep, routing=routing, tokens=tokens, seed=seed)
+        for seed, (schedule, keep, routing, tokens) in enumerate(
             itertools.product(
-                ("rolling", "pair"), (False, True), ("random", "one_rank", "alternate"), ((9, 4, 0, 7), (5, 2), (0, 3))
+                ("rolling", "pair"), KEEPS, ("random", "one_rank", "alternate"), ((9, 4, 0, 7), (5, 2), (0, 3))
             )
         )
     ]
@@ -191,9 +192,9 @@ def hold_works(rank, world_size, cases, sabotage):
 
 
 WAIT_CASES = [
-    Case(chunks=n, schedule=schedule, recompute=recompute, dtype=dtype)
-    for n, schedule, recompute, dtype in itertools.product(
-        (1, 2, 3, 5), ("rolling", "pair"), (False, True), (torch.float64, torch.bfloat16)
+    Case(chunks=n, schedule=schedule, keep=keep, dtype=dtype)
+    for n, schedule, keep, dtype in itertools.product(
+        (1, 2, 3, 5), ("rolling", "pair"), KEEPS, (torch.float64, torch.bfloat16)
     )
 ]
 
@@ -227,8 +228,8 @@ def checkpointed(rank, world_size, cases):
 
 def test_early_stop_of_a_checkpoint_is_the_same_on_every_rank():
     cases = [
-        Case(chunks=3, recompute=recompute, **change)
-        for recompute in (False, True)
+        Case(chunks=3, keep=keep, **change)
+        for keep in KEEPS
         for change in ({}, {"tokens": (9, 0)}, {"routing": "one_rank"}, {"routing": "alternate", "tokens": (12,)})
     ]
     run_ranks(checkpointed, 2, cases)

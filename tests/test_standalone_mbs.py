@@ -84,7 +84,7 @@ def test_every_gradient_equals_that_of_one_big_batch(world_size):
                 error = (told[name]["grads"][parameter] - grad).abs().max() / grad.abs().max()
                 # the decay of linear attention: small differences of large sums
                 decay = parameter.endswith(("A_log", "dt_bias", "in_proj_a.weight"))
-                assert error < (1e-4 if decay else 1e-5), (name, parameter, error)
+                assert error < (3e-4 if decay else 1e-5), (name, parameter, error)
 
 
 def collectives(rank, world_size, runs):

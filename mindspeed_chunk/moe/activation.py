@@ -26,9 +26,15 @@ class SwiGLU:
     def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
         return self._ops.swiglu(fc1_RF, self._limit)
 
-    def differentiate(self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Pullback]:
-        """The output `[R, I]`, and the function from its gradient to the gradient of `fc1_RF`."""
-        return self(fc1_RF), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit)
+    def differentiate(
+        self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor], *, reuse: bool
+    ) -> tuple[torch.Tensor, Pullback]:
+        """The output `[R, I]`, the caller's to change, and the function from its gradient (lost) to that of `fc1_RF`.
+
+        Args:
+            reuse: the gradient may take the place of `fc1_RF`.
+        """
+        return self(fc1_RF), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit, reuse=reuse)
 
 
 class CustomActivation:
@@ -55,7 +61,9 @@ class CustomActivation:
         with torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
             return self._function(fc1_RF).to(fc1_RF.dtype)
 
-    def differentiate(self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Pullback]:
+    def differentiate(
+        self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor], *, reuse: bool
+    ) -> tuple[torch.Tensor, Pullback]:
         """As `SwiGLU.differentiate`; the function also adds the gradients of `parameters` to `totals`."""
         if fc1_RF.shape[0] == 0:
             return self(fc1_RF), lambda grad_RI: torch.empty_like(fc1_RF)
@@ -70,7 +78,8 @@ class CustomActivation:
                 total.add_(grad)
             return grad_RF
 
-        return activated_RI.detach(), pullback
+        # a copy: it may be a view of `fc1_RF`, or what the pullback still needs
+        return activated_RI.detach().clone(), pullback
 
     def problem(self, probe_1F: torch.Tensor) -> str | None:
         """What is wrong with the callable, found out with one row of zeros, or None. No checkpoint sees it."""

@@ -128,13 +128,16 @@ class ChunkMoEDispatcher:
             seq_mask=seq_mask,
             activation=activation,
         )
-        kept = recall()
-        pending, tokens, route_TK = kept or self._plan(arguments)
-        if kept:
-            route_TK = self._reroute(arguments, route_TK)
-        else:
-            write_down((pending, tokens, route_TK))
-        return self._run(arguments, pending, tokens, route_TK)
+        recalled = recall()
+        if recalled is None:
+            decided = self._plan(arguments)
+            out_TH = self._run(arguments, *decided, output=True)
+            write_down(decided, out_TH)
+            return out_TH
+        pending, tokens, route_TK = recalled.entry
+        route_TK = self._reroute(arguments, route_TK)
+        output = recalled.output_read or not self.config.chunk_moe_skip_unread
+        return self._run(arguments, pending, tokens, route_TK, output=output)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
         """The routes of a recompute. What has changed is added up on the device; the next plan brings it home."""
@@ -203,7 +206,13 @@ class ChunkMoEDispatcher:
         return pending, tokens, route_TK
 
     def _run(
-        self, arguments: Arguments, pending: PendingPlan, tokens: tuple[slice, ...], route_TK: torch.Tensor
+        self,
+        arguments: Arguments,
+        pending: PendingPlan,
+        tokens: tuple[slice, ...],
+        route_TK: torch.Tensor,
+        *,
+        output: bool,
     ) -> torch.Tensor:
         activation = self._activation(arguments)
         call = Call(
@@ -215,7 +224,8 @@ class ChunkMoEDispatcher:
             needs=arguments.needs(activation.parameters),
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
-            keep_fc1=not self.config.chunk_moe_recompute,
+            keep=self.config.keep,
+            output=output,
         )
         out_TH = ChunkMoEFunction.apply(
             call,
@@ -271,6 +281,7 @@ class ChunkMoEDispatcher:
             "moe_num_chunks": config.moe_num_chunks,
             "moe_chunk_size": config.moe_chunk_size,
             "chunk_moe_schedule": config.chunk_moe_schedule,
+            "input kept alone": config.keep == "input",
             "num_experts": arguments.num_experts,
             "experts a token": arguments.selected_experts.shape[1],
             "hidden size": arguments.x_TH.shape[1],

@@ -11,6 +11,7 @@ width of a packed row (`packing.py`).
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Call:
         tokens: each chunk's slice of the tokens.
         compute_dtype: of the rows and the expert matmuls; differs from the inputs' under autocast only.
         transposed: the weights are `[L, F, H]` and `[L, H, I]`.
-        keep_fc1: keep fc1's output for the backward, or compute it again there.
+        keep: what the backward finds: see `ChunkMoEConfig.chunk_moe_keep`.
+        output: False in a recompute whose output nobody reads: only what is kept is made again.
     """
 
     schedule: str
@@ -48,7 +50,8 @@ class Call:
     needs: Needs
     compute_dtype: torch.dtype
     transposed: bool
-    keep_fc1: bool
+    keep: str
+    output: bool
 
     def experts(self, fc1: torch.Tensor, fc2: torch.Tensor) -> Experts:
         fc1_LHF, fc2_LIH = (self.as_rows_times(weight.to(self.compute_dtype)) for weight in (fc1, fc2))
@@ -103,8 +106,13 @@ class _Walk:
     def __init__(self, call: Call, plan: PendingPlan | Sequence[ChunkPlan], top_k: int, *, backward: bool) -> None:
         self._call, self._plan, self._top_k = call, plan, top_k
         self._chunks = [_Chunk() for _ in call.tokens]
-        drop = ("" if call.needs.input else "CU") + ("" if call.needs.experts else "W")
-        self._schedule = build(call.schedule, len(call.tokens), backward=backward, drop=drop if backward else "")
+        if backward:
+            drop = ("" if call.needs.input else "CU") + ("" if call.needs.experts else "W")
+        elif call.output:
+            drop = ""
+        else:
+            drop = "DECU" if call.keep == "input" else "CU"
+        self._schedule = build(call.schedule, len(call.tokens), backward=backward, drop=drop)
 
     def run(self) -> None:
         for action in self._schedule:
@@ -151,8 +159,9 @@ class _Forward(_Walk):
     ) -> None:
         super().__init__(call, plan, weight_TK.shape[1], backward=False)
         self._x_TH, self._route_TK, self._weight_TK, self._experts = x_TH, route_TK, weight_TK, experts
-        self._orders: list[torch.Tensor] = []
-        self.out_TH = weight_TK.new_empty(x_TH.shape)
+        self.orders: list[torch.Tensor] = []
+        # NaN where there is no output: whoever reads it against all expectation shall see it
+        self.out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
         self.saved: list[torch.Tensor] = []
 
     @property
@@ -162,22 +171,31 @@ class _Forward(_Walk):
     def permute(self, c: int) -> None:
         tokens = self._call.tokens[c]
         self._chunks[c].send, order_R = self._call.ops.permute(self._x_TH[tokens], self._route_TK[tokens])
-        self._orders.append(order_R)
+        self.orders.append(order_R)
 
     def experts(self, c: int) -> None:
         plan, chunk, ops = self._chunk_plan(c), self._chunks[c], self._call.ops
+        keep = self._call.keep if self._call.needs.any else "nothing"
         rows_RH = ops.regroup(chunk.arrived(), plan.counts)
-        out_RH, fc1_RF = self._experts.forward(rows_RH, plan.rows_per_expert)
-        if self._call.needs.any:
-            self.saved += [self._orders[c], rows_RH, *([fc1_RF] if self._call.keep_fc1 else [])]
-        chunk.send = ops.regroup_backward(out_RH, plan.counts)
+        if self._call.output:
+            chunk.send, fc1_RF = self._experts.forward(
+                rows_RH, plan.counts, plan.rows_per_expert, keep_fc1=keep == "activations"
+            )
+        else:
+            chunk.in_flight = False
+            fc1_RF = self._experts.fc1(rows_RH, plan.rows_per_expert) if keep == "activations" else None
+        self.saved += {"nothing": (), "input": (), "rows": (rows_RH,), "activations": (rows_RH, fc1_RF)}[keep]
 
     def unpermute(self, c: int) -> None:
         tokens, received_RH = self._call.tokens[c], self._chunks[c].arrived()
-        self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self._orders[c], self._weight_TK[tokens])
+        self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self.orders[c], self._weight_TK[tokens])
 
 
 class _Backward(_Walk):
+    """What travels to the experts is one packed row for each routed one: the gradient of the token's output, the token
+    itself where only the input was kept, and the router weight.
+    """
+
     def __init__(
         self,
         call: Call,
@@ -186,74 +204,90 @@ class _Backward(_Walk):
         weight_TK: torch.Tensor,
         fc1: torch.Tensor,
         fc2: torch.Tensor,
+        x_TH: torch.Tensor | None,
         saved: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(call, plan, weight_TK.shape[1], backward=True)
-        needs, self._grad_TH, self._weight_TK, self._saved = call.needs, grad_TH, weight_TK, saved
+        needs, self._grad_TH, self._weight_TK, self._x_TH = call.needs, grad_TH, weight_TK, x_TH
+        self._orders, self._kept = saved[: len(plan)], saved[len(plan) :]
         self._hidden = grad_TH.shape[1]
+        self._out_hidden = self._hidden * (1 if x_TH is None else 2)
         self._back_hidden = self._hidden if needs.rows else 0
         self._experts = call.experts(fc1, fc2)
-        self.x_grad_TH = grad_TH.new_empty(grad_TH.shape, dtype=call.compute_dtype) if needs.rows else None
+        self.x_grad_TH: torch.Tensor | None = None  # made when the first part of it has come
         self.weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
         self.fc1_total = _total(fc1) if needs.fc1 else None
         self.fc2_total = _total(fc2) if needs.fc2 else None
+        self._fc1_total_LHF, self._fc2_total_LIH = (
+            None if total is None else call.as_rows_times(total) for total in (self.fc1_total, self.fc2_total)
+        )
         self.activation_totals = [torch.zeros_like(parameter) for parameter in call.activation.parameters]
 
     def permute(self, c: int) -> None:
-        tokens, ops = self._call.tokens[c], self._call.ops
-        order_R, _, _ = self._saved_of(c)
+        tokens, order_R = self._call.tokens[c], self._orders[c]
         grad_TH = self._grad_TH[tokens]
-        width = packed_width(self._hidden, self._call.compute_dtype)
+        width = packed_width(self._out_hidden, self._call.compute_dtype)
         packed_TW = grad_TH.new_empty((grad_TH.shape[0], width), dtype=self._call.compute_dtype)
         packed_TW[:, : self._hidden] = grad_TH
-        packed_RW = ops.unpermute_backward(packed_TW, order_R, self._top_k)
-        tail(packed_RW, self._hidden, self._weight_TK.dtype).copy_(self._weight_TK[tokens].reshape(-1)[order_R])
+        if self._x_TH is not None:
+            packed_TW[:, self._hidden : self._out_hidden] = self._x_TH[tokens]
+        packed_RW = self._call.ops.unpermute_backward(packed_TW, order_R, self._top_k)
+        tail(packed_RW, self._out_hidden, self._weight_TK.dtype).copy_(self._weight_TK[tokens].reshape(-1)[order_R])
         self._chunks[c].send = packed_RW
 
     def experts(self, c: int) -> None:
         plan, chunk, call = self._chunk_plan(c), self._chunks[c], self._call
-        _, rows_RH, fc1_RF = self._saved_of(c)
         packed_RW = call.ops.regroup(chunk.arrived(), plan.counts)
-        back_RW = None
-        if call.needs.input:
-            back_RW = packed_RW.new_empty((rows_RH.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
-        chunk.operands = self._experts.input_grad(
+        rows_RH, fc1_RF = self._kept_of(c, packed_RW)
+        chunk.operands, weight_grad_R = self._experts.input_grad(
             packed_RW[:, : self._hidden],
-            tail(packed_RW, self._hidden, self._weight_TK.dtype),
+            tail(packed_RW, self._out_hidden, self._weight_TK.dtype),
             rows_RH,
             fc1_RF,
             plan.rows_per_expert,
             call.needs,
             self.activation_totals,
-            out_rows_RH=None if back_RW is None else back_RW[:, : self._back_hidden],
-            out_weight_R=None if back_RW is None else tail(back_RW, self._back_hidden, self._weight_TK.dtype),
         )
-        if back_RW is not None:
-            chunk.send = call.ops.regroup_backward(back_RW, plan.counts)
+        if call.needs.input:
+            back_RW = packed_RW.new_empty((packed_RW.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
+            if call.needs.weights:
+                weight_grad_R = call.ops.regroup_backward(weight_grad_R, plan.counts)
+                tail(back_RW, self._back_hidden, self._weight_TK.dtype).copy_(weight_grad_R)
+            if call.needs.rows:
+                self._experts.rows_grad(chunk.operands, plan.counts, back_RW[:, : self._back_hidden])
+            chunk.send = back_RW
         else:
             chunk.in_flight = False
+        if not call.needs.experts:
+            chunk.operands = None
+        elif call.keep == "input":
+            # memory is what this mode is for: the larger half of the operands goes before rows come back
+            chunk.operands = self._experts.weight_grad(chunk.operands, self._fc1_total_LHF, None)
 
     def weight_grad(self, c: int) -> None:
-        chunk, call = self._chunks[c], self._call
-        totals = (None if total is None else call.as_rows_times(total) for total in (self.fc1_total, self.fc2_total))
-        self._experts.weight_grad(chunk.operands, *totals)
+        chunk = self._chunks[c]
+        fc1_total_LHF = None if self._call.keep == "input" else self._fc1_total_LHF
+        self._experts.weight_grad(chunk.operands, fc1_total_LHF, self._fc2_total_LIH)
         chunk.operands = None
 
     def unpermute(self, c: int) -> None:
-        tokens, received_RW = self._call.tokens[c], self._chunks[c].arrived()
-        order_R, _, _ = self._saved_of(c)
-        if self.x_grad_TH is not None:
+        tokens, received_RW, order_R = self._call.tokens[c], self._chunks[c].arrived(), self._orders[c]
+        if self._call.needs.rows:
             grad_TW = self._call.ops.permute_backward(received_RW, order_R, self._top_k)
+            if self.x_grad_TH is None:
+                self.x_grad_TH = grad_TW.new_empty(self._grad_TH.shape)
             self.x_grad_TH[tokens] = grad_TW[:, : self._hidden]
         if self.weight_grad_TK is not None:
             weight_grad_R = tail(received_RW, self._back_hidden, self._weight_TK.dtype)
             self.weight_grad_TK[tokens].view(-1)[order_R] = weight_grad_R
 
-    def _saved_of(self, c: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The order of the chunk's rows, the rows at the experts, and fc1's output if it was kept."""
-        if self._call.keep_fc1:
-            return tuple(self._saved[3 * c : 3 * c + 3])
-        return (*self._saved[2 * c : 2 * c + 2], None)
+    def _kept_of(self, c: int, packed_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows at the experts, and fc1's output if it was kept."""
+        if self._call.keep == "input":
+            return packed_RW[:, self._hidden : self._out_hidden], None
+        if self._call.keep == "rows":
+            return self._kept[c], None
+        return self._kept[2 * c], self._kept[2 * c + 1]
 
 
 class ChunkMoEFunction(torch.autograd.Function):
@@ -266,21 +300,22 @@ class ChunkMoEFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, pending, x_TH, route_TK, weight_TK, fc1, fc2, *activation_parameters):
         with torch.autocast(x_TH.device.type, enabled=False):
-            x_TH = x_TH.to(call.compute_dtype)
-            walk = _Forward(call, pending, x_TH, route_TK, weight_TK, call.experts(fc1, fc2))
+            walk = _Forward(call, pending, x_TH.to(call.compute_dtype), route_TK, weight_TK, call.experts(fc1, fc2))
             walk.run()
         ctx.call, ctx.plan = call, walk.plan
-        # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
-        ctx.save_for_backward(weight_TK, fc1, fc2, *walk.saved)
+        if call.needs.any:
+            # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
+            x_TH = x_TH if call.keep == "input" else None
+            ctx.save_for_backward(weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
         return walk.out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TH):
         call = ctx.call
-        weight_TK, fc1, fc2, *saved = ctx.saved_tensors
+        weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
         with torch.autocast(grad_TH.device.type, enabled=False):
-            walk = _Backward(call, ctx.plan, grad_TH, weight_TK, fc1, fc2, saved)
+            walk = _Backward(call, ctx.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
             walk.run()
         weight_grads = [
             None if total is None else total.to(weight.dtype)

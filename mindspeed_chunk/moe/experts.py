@@ -9,16 +9,16 @@ falls out of the expert's backward, from the unweighted g, and neither y nor a d
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Needs:
     """Which gradients a layer call has to deliver."""
 
@@ -42,7 +42,7 @@ class Needs:
         return self.fc1 or self.fc2 or self.activation
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WeightOperands:
     """What the weight gradients of one chunk are made of: fc1's is rows^T grad_fc1, fc2's is activated^T grad_rows."""
 
@@ -65,10 +65,24 @@ class Experts:
     ) -> None:
         self._ops, self._activation, self._fc1_LHF, self._fc2_LIH = ops, activation, fc1_LHF, fc2_LIH
 
-    def forward(self, rows_RH: torch.Tensor, rows_per_expert: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' output `[R, H]`, and fc1's `[R, F]`, which the backward wants."""
-        fc1_RF = self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
-        return self._ops.grouped_mm(self._activation(fc1_RF), self._fc2_LIH, rows_per_expert), fc1_RF
+    def fc1(self, rows_RH: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+        """`[R, F]`."""
+        return self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
+
+    def forward(
+        self,
+        rows_RH: torch.Tensor,
+        counts_SL: Sequence[Sequence[int]],
+        rows_per_expert: Sequence[int],
+        *,
+        keep_fc1: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The experts' output `[R, H]` in (source, expert) order, and fc1's `[R, F]` if it is kept."""
+        fc1_RF = self.fc1(rows_RH, rows_per_expert)
+        activated_RI = self._activation(fc1_RF)
+        if not keep_fc1:
+            fc1_RF = None
+        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, counts_SL), fc1_RF
 
     def input_grad(
         self,
@@ -79,43 +93,47 @@ class Experts:
         rows_per_expert: Sequence[int],
         needs: Needs,
         activation_totals: Sequence[torch.Tensor],
-        out_rows_RH: torch.Tensor | None,
-        out_weight_R: torch.Tensor | None,
-    ) -> WeightOperands:
-        """Write the gradients of the rows and of their router weights; return what the weight gradients need.
+    ) -> tuple[WeightOperands, torch.Tensor | None]:
+        """What the weight gradients need, and the gradients of the router weights `[R]`, if these are needed.
 
         Args:
             grad_rows_RH: gradients of the tokens' outputs, one a row, not yet weighted.
             weight_R: the router weight of each row, in the router's dtype.
             fc1_RF: as `forward` returned it, or None to compute it again from `rows_RH`.
             activation_totals: the activation's parameter gradients are added to these.
-            out_rows_RH, out_weight_R: where the results go; used if `needs` has them.
         """
-        if fc1_RF is None:
-            fc1_RF = self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
-        activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals)
-        grad_fc1_RF = None
+        again = fc1_RF is None
+        if again:
+            fc1_RF = self.fc1(rows_RH, rows_per_expert)
+        # a saved tensor stays as it is; one made here gives its place to its gradient
+        activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals, reuse=again)
+        grad_fc1_RF = weight_grad_R = None
         if needs.input or needs.fc1 or needs.activation:
             grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), rows_per_expert)
             if needs.weights:
-                out_weight_R.copy_(_row_dot(activated_RI, grad_RI))
+                weight_grad_R = _row_dot(activated_RI, grad_RI)
             grad_fc1_RF = pullback(grad_RI.mul_(weight_R[:, None]))
-        if needs.rows:
-            self._ops.grouped_mm(grad_fc1_RF, self._fc1_LHF.transpose(1, 2), rows_per_expert, out=out_rows_RH)
         # w goes to the narrower factor of (w b)^T g = b^T (w g)
-        scaled_RI = (activated_RI * weight_R[:, None]).to(activated_RI.dtype) if needs.fc2 else None
-        return WeightOperands(rows_RH, grad_fc1_RF if needs.fc1 else None, scaled_RI, grad_rows_RH, rows_per_expert)
+        scaled_RI = activated_RI.mul_(weight_R[:, None]) if needs.fc2 else None
+        operands = WeightOperands(rows_RH, grad_fc1_RF, scaled_RI, grad_rows_RH, rows_per_expert)
+        return operands, weight_grad_R
+
+    def rows_grad(self, operands: WeightOperands, counts_SL: Sequence[Sequence[int]], out_RH: torch.Tensor) -> None:
+        """Write the gradient of the rows, from that of fc1's output, in (source, expert) order."""
+        self._ops.grouped_mm_back(operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), counts_SL, out=out_RH)
 
     def weight_grad(
         self, operands: WeightOperands, fc1_total_LHF: torch.Tensor | None, fc2_total_LIH: torch.Tensor | None
-    ) -> None:
-        """Add one chunk's weight gradients to the totals."""
+    ) -> WeightOperands:
+        """Add one chunk's weight gradients to the totals that are given; return what the other one still needs."""
         if fc1_total_LHF is not None:
             self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.rows_per_expert, fc1_total_LHF)
+            operands = dataclasses.replace(operands, grad_fc1_RF=None)
         if fc2_total_LIH is not None:
             self._ops.grouped_mm_wgrad(
                 operands.activated_RI, operands.grad_rows_RH, operands.rows_per_expert, fc2_total_LIH
             )
+        return operands
 
 
 def _row_dot(left_RI: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A back end is a module with these functions (`cpu.py` says what each takes and returns):
 
     count, permute, permute_backward, unpermute, unpermute_backward, regroup, regroup_backward,
-    grouped_mm, grouped_mm_wgrad, swiglu, swiglu_backward
+    grouped_mm, grouped_mm_back, grouped_mm_wgrad, swiglu, swiglu_backward
 """
 
 from __future__ import annotations

@@ -80,6 +80,30 @@ def grouped_mm(
     return out
 
 
+def grouped_mm_back(
+    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, counts_SL: Counts, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`grouped_mm`, then `regroup_backward`: the products `[R, F]` in (source, expert) order, ready to be sent back.
+
+    One expert's products at a time are in the other order, so there are never two buffers of all rows.
+    """
+    rows_per_expert = [sum(counts) for counts in zip(*counts_SL, strict=True)]
+    if len(counts_SL) == 1 or len(rows_per_expert) == 1:
+        return grouped_mm(rows_RH, weight_LHF, rows_per_expert, out)
+    if out is None:
+        out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
+    experts = len(rows_per_expert)
+    places = out.split([n for counts in counts_SL for n in counts])
+    start = 0
+    for expert, (weight_HF, n) in enumerate(zip(weight_LHF.unbind(0), rows_per_expert, strict=True)):
+        if n:
+            products = (rows_RH[start : start + n] @ weight_HF).split([counts[expert] for counts in counts_SL])
+            for place, product in zip(places[expert::experts], products, strict=True):
+                place.copy_(product)
+        start += n
+    return out
+
+
 def grouped_mm_wgrad(
     rows_RH: torch.Tensor, grad_RF: torch.Tensor, rows_per_expert: Sequence[int], total_LHF: torch.Tensor
 ) -> None:
@@ -105,17 +129,28 @@ def swiglu(fc1_RF: torch.Tensor, limit: float) -> torch.Tensor:
     return F.silu(gate_RI).mul_(up_RI)
 
 
-def swiglu_backward(grad_RI: torch.Tensor, fc1_RF: torch.Tensor, limit: float) -> torch.Tensor:
-    """The gradient of `swiglu`'s input, `[R, 2I]`."""
+def swiglu_backward(grad_RI: torch.Tensor, fc1_RF: torch.Tensor, limit: float, *, reuse: bool) -> torch.Tensor:
+    """The gradient of `swiglu`'s input, `[R, 2I]`.
+
+    Args:
+        grad_RI: the gradient of its output; overwritten.
+        reuse: `fc1_RF` is not needed any more: the gradient takes its place.
+    """
     gate_RI, up_RI = _gate_up(fc1_RF, limit)
-    grad_RF = torch.empty_like(fc1_RF)
-    grad_gate_RI, grad_up_RI = grad_RF.chunk(2, dim=-1)
-    torch.mul(grad_RI, F.silu(gate_RI), out=grad_up_RI)
-    torch.ops.aten.silu_backward.grad_input(grad_RI * up_RI, gate_RI, grad_input=grad_gate_RI)
     if limit > 0:
         raw_gate_RI, raw_up_RI = fc1_RF.chunk(2, dim=-1)
-        grad_gate_RI.masked_fill_(raw_gate_RI > limit, 0)
-        grad_up_RI.masked_fill_(raw_up_RI.abs() > limit, 0)
+        gate_clamped_RI, up_clamped_RI = raw_gate_RI > limit, raw_up_RI.abs() > limit
+    grad_RF = fc1_RF if reuse else torch.empty_like(fc1_RF)
+    grad_gate_RI, grad_up_RI = grad_RF.chunk(2, dim=-1)
+    # with as little beside the result as can be: up may be overwritten only when gate has had what it needs of it
+    silu_RI = F.silu(gate_RI) if reuse else torch.ops.aten.silu.out(gate_RI, out=grad_up_RI)
+    silu_RI.mul_(grad_RI)
+    torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
+    if reuse:
+        grad_up_RI.copy_(silu_RI)
+    if limit > 0:
+        grad_gate_RI.masked_fill_(gate_clamped_RI, 0)
+        grad_up_RI.masked_fill_(up_clamped_RI, 0)
     return grad_RF
 
 

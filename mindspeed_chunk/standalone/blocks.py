@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_chunk.mbs.block import ChunkMBS, wrap_blocks
 from mindspeed_chunk.mbs.offload import ActivationOffload
-from mindspeed_chunk.moe.replay import replay_contexts
+from mindspeed_chunk.moe.replay import replaying
 
 
 def wrap_model(config, modules, side_outputs):
@@ -24,10 +24,13 @@ def wrap_model(config, modules, side_outputs):
         modules.recompute,
         modules.offload,
         modules.chunk,
-        recomputed=lambda name, module: partial(
-            checkpoint, module.forward, use_reentrant=False, context_fn=replay_contexts
-        ),
+        recomputed=_recomputed,
         offloaded=offload.wrap,
         chunked=chunked,
     )
     return offload
+
+
+def _recomputed(name, module):
+    forward = module.forward  # one object, by which the checkpoint knows the block again
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=replaying(forward))

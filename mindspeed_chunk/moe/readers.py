@@ -1,0 +1,60 @@
+"""Who reads a tensor: whether the operations that come after may keep something of its values for the backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operations whose derivatives need none of the values that go in.
+_READ_NOTHING = frozenset(
+    """
+    add add_ sub sub_ rsub neg clone copy copy_ to _to_copy detach alias lift_fresh
+    view _unsafe_view reshape _reshape_alias as_strided expand squeeze unsqueeze transpose t permute
+    slice select narrow split split_with_sizes chunk unbind cat stack
+    empty_like zeros_like ones_like new_empty new_zeros
+    """.split()
+)
+
+
+class Readers(TorchDispatchMode):
+    """Follows tensors through what is done with them while this is active.
+
+    Attributes:
+        read: the labels of tensors whose values an operation took that may keep them; an operation that is not known
+            to keep nothing counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+        self._labels: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
+
+    def follow(self, tensor: torch.Tensor, label: int) -> None:
+        self._labels.setdefault(tensor.untyped_storage(), set()).add(label)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        labels = set().union(*map(self._of, tree_leaves((args, kwargs))))
+        result = func(*args, **(kwargs or {}))
+        if labels:
+            name = func._overloadpacket.__name__
+            where = name == "where" and len(args) == 3 and not self._of(args[0])
+            if func.namespace != "aten" or not (name in _READ_NOTHING or where):
+                self.read |= labels
+            written = [args[0]] if name.endswith("_") else []
+            for leaf in (*tree_leaves(result), *written):
+                if _has_storage(leaf):
+                    for label in labels:
+                        self.follow(leaf, label)
+        return result
+
+    def _of(self, leaf: Any) -> set[int]:
+        return self._labels.get(leaf.untyped_storage(), set()) if _has_storage(leaf) else set()
+
+
+def _has_storage(leaf: Any) -> bool:
+    # a subclass (DTensor) wraps tensors that come by themselves
+    return isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter)
