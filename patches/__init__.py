@@ -16,6 +16,7 @@ from mindspeed_chunk.patches import (
     expert_parallel,
     features_applier,
     recompute,
+    row_counts,
     settings,
     start_checks,
 )
@@ -33,6 +34,7 @@ PATCHES: tuple[Patch, ...] = (
             recompute,
             chunk_mbs,
             features_applier,
+            row_counts,
         )
     ),
     *cpu_device.PATCHES,

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from mindspeed_chunk.patches import chunk_mbs, features_applier, settings
+from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
 from mindspeed_chunk.patches.record import APPLIED, log_once
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
@@ -30,7 +30,8 @@ def check(arguments: object) -> None:
         raise ConfigError.about(ENABLE, asked, "must be a boolean", "write true or false, without quotes")
     if not asked:
         return
-    own = _has_its_own()
+    importlib.import_module(features_applier.PATCH.module)
+    own = _imported(chunk_mbs.PATCH.module)
     if settings.host_chunk_mbs_chosen():
         if not own:
             raise ConfigError.about(settings.CHUNK_MBS, "host", "this host has no ChunkMBS of its own", "unset it")
@@ -42,7 +43,8 @@ def check(arguments: object) -> None:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
     config = _config(features.get("chunkmbs_plan", {}))
-    _check_neighbours(arguments, features)
+    _check_neighbours(features)
+    _count_rows(arguments.parallel)
     _check_hooks(arguments.parallel, config.apply_modules)
     inner = _check_inner(_inner(arguments, features), config.apply_modules)
     sizes = (getattr(arguments.training, name, None) for name in ("micro_batch_size", "val_micro_batch_size"))
@@ -53,13 +55,12 @@ def check(arguments: object) -> None:
         features_applier.use(config, sizes, inner)
 
 
-def _has_its_own() -> bool:
-    """Imports the host's modules behind ChunkMBS, so that they are looked at now and not in the middle of a run."""
-    importlib.import_module(features_applier.PATCH.module)
+def _imported(module: str) -> bool:
+    """The host's modules behind ChunkMBS are looked at now, not in the middle of a run. False where there is none."""
     try:
-        importlib.import_module(chunk_mbs.PATCH.module)
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{chunk_mbs.PATCH.module}.".startswith(f"{error.name}."):
+        if not f"{module}.".startswith(f"{error.name}."):
             raise
         return False
     return True
@@ -81,7 +82,7 @@ def _config(plan: object) -> ChunkMBSConfig:
     return config
 
 
-def _check_neighbours(arguments: object, features: Mapping[str, object]) -> None:
+def _check_neighbours(features: Mapping[str, object]) -> None:
     """Features that ChunkMBS does not work with, by the key that turns them on."""
     if (features.get("loss_cfg") or {}).get("router_aux_loss_offload"):
         raise ConfigError.about(
@@ -90,6 +91,15 @@ def _check_neighbours(arguments: object, features: Mapping[str, object]) -> None
             "counts one call of each router a step, and ChunkMBS makes one a micro-chunk",
             "set it to false",
         )
+
+
+def _count_rows(parallel: object) -> None:
+    """The host's allgather must know how many rows a micro-chunk has on each rank."""
+    if parallel.ep_plan.dispatcher != "allgather" or not _imported(row_counts.PATCH.module):
+        return
+    if row_counts.PATCH.state != APPLIED:
+        raise ConfigError(f"parallel.ep_plan.dispatcher: allgather: {row_counts.PATCH}; use alltoall with ChunkMBS")
+    row_counts.use()
 
 
 def _inner(arguments: object, features: Mapping[str, object]) -> dict[str, Sequence[str] | None]:

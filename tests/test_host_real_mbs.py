@@ -36,6 +36,23 @@ STOCK = {
     "training.val_interval": 2,
     "training.val_micro_batch_size": 1,
 }
+UNEVEN = {key: value for key, value in STOCK.items() if not key.startswith(("data.", "training."))}
+UNEVEN["training.micro_batch_size"] = 5
+MTP = {
+    "parallel.fsdp_plan.apply_modules": [
+        "model.visual",
+        "model.visual.blocks.{*}",
+        "model.language_model.embed_tokens",
+        "model.language_model",
+        "model.language_model.layers.{*}",
+        "model.language_model.layers.{*}.mlp.experts",
+        "mtp.layers.{*}.mlp.experts",
+        "lm_head",
+        "mtp",
+    ],
+    f"{PLAN}.apply_modules": ["model.language_model.layers.{*}.mlp.experts", "mtp.layers.{*}.mlp.experts"],
+    "model.mtp_num_layers": 1,
+}
 SKIPS = "features.skip_moe_pad_tokens"
 DISPATCHERS = {"alltoall": ALLTOALL, "chunkmoe": N2}
 both = pytest.mark.parametrize("dispatcher", DISPATCHERS)
@@ -74,15 +91,7 @@ def test_stock_settings(host, dispatcher):
 
 
 def test_a_batch_that_does_not_divide(host):
-    own = {"training.micro_batch_size": 5, "data.dataset_param.dataset_type": "standard_library"}
-    stock = {key: None for key in STOCK if key.startswith(("data.dataloader_param", "data.val"))}
-    sampler = {
-        "data.dataloader_param.dataloader_mode": "sampler",
-        "data.dataloader_param.sampler_type": "BaseRandomBatchSampler",
-        "data.dataloader_param.collate_param": {"collator_id": "qwen3vl"},
-    }
-    common = {**STOCK, **stock, **sampler, **own, **ALLTOALL, "training.val_interval": 0}
-    run, plain = (host.train({**common, **mbs}, steps=STEPS) for mbs in (CHUNK_MBS, {}))
+    run, plain = (host.train({**UNEVEN, **ALLTOALL, **mbs}, steps=STEPS) for mbs in (CHUNK_MBS, {}))
     assert max(show("ChunkMBS, 5 samples by 2", run, plain)) < 1e-5
 
 
@@ -103,12 +112,16 @@ def test_auxiliary_loss(host, dispatcher):
     assert abs(plain.norms[0] / without.norms[0] - 1) > 1e-4, "it has no gradient to speak of"
 
 
-def test_allgather(host):
-    """The host's dispatcher, but for its eager end, which raises on a CPU with or without ChunkMBS."""
-    allgather = {f"{PLAN}.dispatcher": "allgather"}
-    plain = host.train({**STOCK, **allgather}, steps=STEPS)
-    run = host.train({**STOCK, **allgather, **CHUNK_MBS}, steps=STEPS)
-    assert max(show("ChunkMBS, allgather", run, plain)) < 1e-5
+@pytest.mark.parametrize("name, settings", [("stock", STOCK), ("5 samples by 2", UNEVEN), ("MTP", {**STOCK, **MTP})])
+def test_allgather(host, name, settings):
+    """The host's dispatcher, but for its eager end, which raises on a CPU with or without ChunkMBS.
+
+    An uneven batch, and a layer that has the whole one, change the rows that the host has noted.
+    """
+    allgather = {**settings, f"{PLAN}.dispatcher": "allgather"}
+    run, plain = (host.train({**allgather, **mbs}, steps=STEPS) for mbs in (CHUNK_MBS, {}))
+    assert max(show(f"ChunkMBS, allgather, {name}", run, plain)) < 1e-5
+    assert len(run.losses[0]) == (2 if name == "MTP" else 1)
 
 
 def test_bf16(host):

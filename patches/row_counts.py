@@ -1,0 +1,80 @@
+"""The rows that each rank holds, where `dispatcher: allgather` runs in micro-chunks.
+
+The host notes them in the model's first layer, and takes them for all layers, forward and backward: the last
+micro-chunk of that layer, or a layer after the chunked ones, would then tell the wrong number.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType
+
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo, signature_of
+
+_COUNTS = "EP_RANK_SEQ_LENS"
+# what is moved: the rows of this rank, or those of all ranks
+_FUNCTIONS = {"_gather_along_first_dim": True, "_reduce_scatter_along_first_dim": False}
+
+_module: ModuleType | None = None
+_originals: dict[str, object] = {}
+
+
+def check(module: ModuleType) -> Undo:
+    """Look at the functions and remember the module; nothing is changed yet."""
+    global _module
+    for name in _FUNCTIONS:
+        function = getattr(module, name)
+        _, *others = inspect.signature(function).parameters
+        if others[:1] != ["ep_group"] or not hasattr(module, _COUNTS):
+            raise Drifted(f"{name}{signature_of(function)}")
+    _module = module
+    return _take_back
+
+
+def use() -> None:
+    """From now on a call's own number of rows says which part of the noted ones there are."""
+    for name, of_this_rank in _FUNCTIONS.items():
+        if name not in _originals:
+            original = _originals[name] = getattr(_module, name)
+            setattr(_module, name, _scaled(_module, original, of_this_rank))
+
+
+def _scaled(module: ModuleType, original, of_this_rank: bool):
+    import torch.distributed as dist
+
+    @functools.wraps(original)
+    def move(tokens, ep_group, *args, **kwargs):
+        noted = getattr(module, _COUNTS)
+        whole = (noted[dist.get_rank(ep_group)] if of_this_rank else sum(noted)) if noted else 0
+        if not whole:
+            return original(tokens, ep_group, *args, **kwargs)
+        # every rank has as many samples as the others, so its rows grow and shrink with them
+        setattr(module, _COUNTS, [count * len(tokens) // whole for count in noted])
+        try:
+            return original(tokens, ep_group, *args, **kwargs)
+        finally:
+            setattr(module, _COUNTS, noted)
+
+    return move
+
+
+def _take_back() -> None:
+    global _module
+    for name, original in _originals.items():
+        setattr(_module, name, original)
+    _originals.clear()
+    _module = None
+
+
+PATCH = Patch(
+    name="row counts",
+    module="mindspeed_mm.fsdp.distributed.expert_parallel.comm",
+    target=", ".join(_FUNCTIONS),
+    hosts="26.1.0, master of 2026-08",
+    expects=f"{_COUNTS}; {', '.join(f'{name}(tokens, ep_group, ...)' for name in _FUNCTIONS)}",
+    why="micro-chunks have fewer rows than the host has noted in its first layer",
+    until="the host counts rows where it moves them",
+    apply=check,
+    asked_by="features.enable_chunk_mbs: true with dispatcher: allgather",
+)
