@@ -1,19 +1,25 @@
-"""Two "hosts" on one machine: network namespaces joined by a link of a chosen rate.
+"""Several "hosts" on one machine: a network namespace a rank, joined by links of a chosen rate.
 
-On a CPU this is the way to see communication hidden behind computation: the wire takes time, the processor is free.
-Needs root, `ip` and `tc` (Debian's iproute2).
+On a CPU this is the way to see communication hidden behind computation: the wire takes time, the processor is free. Two
+namespaces are joined directly, more of them by a bridge; every namespace sends, and behind a bridge also receives, at
+the chosen rate. Needs root, `ip` and `tc` (Debian's iproute2).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# tells the ranks which ends of links can be limited: "namespace/device,..."
+ENDS = "MINDSPEED_CHUNK_LINK_ENDS"
 _BURST = "1mb"
 _LATENCY = "100ms"
+# tc's words: bits in powers of 1000
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 class LinkError(RuntimeError):
@@ -21,41 +27,88 @@ class LinkError(RuntimeError):
 
 
 @contextmanager
-def limited_link(rate: str) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """Two namespaces and a link between them while the block runs.
+def limited_link(rate: str, ranks: int = 2) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+    """A namespace a rank, and links between them, while the block runs.
 
     Args:
         rate: what `tc` takes, such as "1gbit".
 
     Yields:
-        For each of the two ranks, the words to put before its command, and its additions to the environment.
+        For each rank, the words to put before its command, and its additions to the environment.
 
     Raises:
         LinkError: without root, `ip` or `tc`, or where the kernel refuses.
     """
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         raise LinkError("--link needs root, ip and tc (Debian package iproute2); without it the link is not limited")
+    bits_per_second(rate)
     tag = f"mc{os.getpid()}"
-    names = [f"{tag}a", f"{tag}b"]
+    names = [f"{tag}n{rank}" for rank in range(ranks)]
+    hub = f"{tag}hub"
     try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "link", "add", f"{names[0]}v", "type", "veth", "peer", "name", f"{names[1]}v")
+        ends = _join_two(names) if ranks == 2 else _join_many(names, hub)
         for number, name in enumerate(names, start=1):
-            _run("ip", "link", "set", f"{name}v", "netns", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"{name}v")
             _run("ip", "-n", name, "link", "set", f"{name}v", "up")
-            # a token bucket, not netem, which not every kernel has
-            shape = ("root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY)
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", f"{name}v", *shape)
-        yield [
-            (["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", "MASTER_ADDR": "10.77.0.1"})
-            for name in names
-        ]
+        _limit(ends, rate)
+        told = {"MASTER_ADDR": "10.77.0.1", ENDS: ",".join("/".join(end) for end in ends)}
+        yield [(["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", **told}) for name in names]
     finally:
-        for name in names:
+        for name in (*names, hub):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def set_rate(rate: str | None) -> None:
+    """Change the rate of all links, or take the limit off. For one rank of those that `limited_link` started."""
+    _limit([tuple(end.split("/")) for end in os.environ[ENDS].split(",")], rate)
+
+
+def bits_per_second(rate: str) -> float:
+    """What a rate in the words of `tc` means.
+
+    Raises:
+        LinkError: naming what is understood.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate.lower())
+    if match is None:
+        raise LinkError(f"--link {rate}: must be a number and one of {', '.join(_UNITS)}, such as 1gbit")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _join_two(names: list[str]) -> list[tuple[str, str]]:
+    for name in names:
+        _run("ip", "netns", "add", name)
+    _run("ip", "link", "add", f"{names[0]}v", "type", "veth", "peer", "name", f"{names[1]}v")
+    for name in names:
+        _run("ip", "link", "set", f"{name}v", "netns", name)
+    return [(name, f"{name}v") for name in names]
+
+
+def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
+    """The bridge stands in a namespace of its own; its ports limit what a rank receives."""
+    _run("ip", "netns", "add", hub)
+    _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", hub, "link", "set", "bridge", "up")
+    ends = []
+    for name in names:
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", f"{name}v", "type", "veth", "peer", "name", f"{name}p")
+        _run("ip", "link", "set", f"{name}v", "netns", name)
+        _run("ip", "link", "set", f"{name}p", "netns", hub)
+        _run("ip", "-n", hub, "link", "set", f"{name}p", "master", "bridge", "up")
+        ends += [(name, f"{name}v"), (hub, f"{name}p")]
+    return ends
+
+
+def _limit(ends: list[tuple[str, ...]], rate: str | None) -> None:
+    for name, device in ends:
+        if rate is None:
+            _run("tc", "-n", name, "qdisc", "del", "dev", device, "root")
+        else:
+            # a token bucket, not netem, which not every kernel has
+            shape = ("tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY)
+            _run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape)
 
 
 def _run(*command: str) -> None:

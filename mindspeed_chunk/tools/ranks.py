@@ -1,0 +1,89 @@
+"""Starts a command of this package once a rank on this machine: one thread each, with or without a limited link."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+from mindspeed_chunk.tools.link import limited_link
+
+_GRACE_S = 10.0
+_POLL_S = 0.05
+# in a namespace, torch warns once a connection that an address has no name
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several ranks: by `launch`, or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(
+    module: str, arguments: Sequence[str], ranks: int, rate: str | None, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `python -m module *arguments` on every rank and wait for all of them.
+
+    When a rank fails, the others get some seconds to end by themselves; then they are ended.
+
+    Args:
+        rate: of the link between the ranks, or None for this machine's own.
+        environment: additions to every rank's environment.
+
+    Returns:
+        0, or the exit code of the rank that failed first.
+
+    Raises:
+        LinkError: where the link cannot be had.
+    """
+    places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
+    with places as found:
+        processes = _start(module, arguments, found, environment or {})
+        try:
+            return _wait(processes)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+
+
+def _start(
+    module: str,
+    arguments: Sequence[str],
+    places: list[tuple[list[str], dict[str, str]]],
+    environment: Mapping[str, str],
+) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(len(places)),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    processes = []
+    for rank, (prefix, extra) in enumerate(places):
+        command = [*prefix, sys.executable, "-m", module, *arguments]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(subprocess.Popen(command, env={**_QUIET, **os.environ, **shared, **own, **extra}))
+    return processes
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    code, deadline = 0, float("inf")
+    while True:
+        codes = [process.poll() for process in processes]
+        if not code:
+            code = next((abs(each) for each in codes if each), 0)
+            if code:
+                deadline = time.monotonic() + _GRACE_S
+        if None not in codes or time.monotonic() > deadline:
+            return code
+        time.sleep(_POLL_S)
