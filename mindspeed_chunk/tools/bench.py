@@ -1,189 +1,189 @@
-"""Times one MoE layer, forward plus backward, for several schedules and numbers of chunks, interleaved in one run.
+"""Times one MoE layer for several schedules, numbers of chunks and memory modes, interleaved in one run.
 
-    python -m mindspeed_chunk.tools.bench --link 1gbit
+    mindspeed-chunk bench --link 1gbit --json record.json --png record.png
 
-Two ranks, one core each, over gloo; with --link in two network namespaces. Values are checked before any time is
-printed: every case against the plain dispatcher. Each round runs every case once, in a rotating order; a time runs from
-a barrier to the end of the slower rank. The table has medians and quartiles, of the times and of each round's ratios to
-the first case.
+Several ranks of one thread each, over gloo; with --link in network namespaces of their own. Values are checked before
+any time is printed: every case, output and gradients, against the plain dispatcher. Then every case's memory is looked
+at, and then each round runs every case once, in a rotating order; a time runs from a barrier to the end of the slower
+rank. The table has medians and quartiles of the times, ratios of medians to the baselines of the same run with the
+quartiles of each round's ratios, and the memory in units of the rows that a rank sends.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
-import platform
-import socket
-import statistics
-import subprocess
 import sys
-import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.dist import destroy
-from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
-from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.tools.link import LinkError, limited_link
+from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
+from mindspeed_chunk.tools.bench_cases import Case, CaseError
+from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
+from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
+from mindspeed_chunk.tools.link import LinkError, set_rate
+from mindspeed_chunk.tools.ranks import is_rank, launch
 
-_RANKS = 2
-_TOLERANCE = 1e-4  # relative to the largest value; fp32 sums in another order
+_WARM_UP = 2  # rounds
+_OVERHEAD_CASES = "rolling:1,rolling:4"
+_OVERHEAD_SIZES = {"tokens": 16, "hidden": 16, "intermediate": 16, "top_k": 2}
+_OVERHEAD_CALLS = 20  # a repeat
 
 
 def main() -> int:
-    options = _options()
-    if "RANK" in os.environ:
-        _rank_main(options)
-        return 0
-    link = limited_link(options.link) if options.link else nullcontext([([], {})] * _RANKS)
+    parser = _parser()
+    options = parser.parse_args()
+    if is_rank():
+        options.ranks = int(os.environ["WORLD_SIZE"])
+    if options.overhead:
+        vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
+        options.cases = options.cases or _OVERHEAD_CASES
+    problem = problem_of(options) or _problem(options)
+    if problem:
+        parser.error(problem)
     try:
-        with link as places:
-            return _launch(places)
-    except LinkError as error:
-        print(error, file=sys.stderr)
+        names = bench_cases.names_of(options.cases)
+        if is_rank():
+            return _rank_main(options, names)
+        environment = bench_host.ENVIRONMENT if bench_cases.uses_host(names) else {}
+        return launch("mindspeed_chunk.tools.bench", sys.argv[1:], options.ranks, options.link, environment)
+    except (CaseError, bench_host.HostError, LinkError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mindspeed_chunk.tools.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
-    parser.add_argument("--cases", default="rolling:1,rolling:2,rolling:4,rolling:8,pair:4,alltoall")
-    parser.add_argument("--tokens", type=int, default=2048, help="per rank")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--intermediate", type=int, default=256)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=15)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-chunk bench",
+        description=__doc__,
+        epilog=bench_cases.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", metavar="CASE,...", help="see below; default: baselines and a short selection")
+    add_layer_options(parser)
+    parser.add_argument("--repeats", type=int, default=15, help="rounds that are timed, at least 3 (default: 15)")
+    parser.add_argument(
+        "--hidden-share",
+        action="store_true",
+        help="with --link: time every case with the limit taken off, too, and tell which share of the wire's own time "
+        "for the bytes of a case is hidden",
+    )
+    parser.add_argument(
+        "--overhead",
+        action="store_true",
+        help=f"the time of a layer call with tiny tensors, of {_OVERHEAD_CASES} where no cases are given: what Python "
+        "costs; without peers, and between the ranks",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
-    return parser.parse_args()
+    parser.add_argument("--png", metavar="FILE", help="draw time and memory against the number of chunks")
+    return parser
 
 
-def _launch(places: list[tuple[list[str], dict[str, str]]]) -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
-    for rank, (prefix, extra) in enumerate(places):
-        environment = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": str(_RANKS),
-            "RANK": str(rank),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [*prefix, sys.executable, "-m", "mindspeed_chunk.tools.bench", *sys.argv[1:]]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **environment, **extra}))
-    codes = [process.wait() for process in ranks]
-    return max(map(abs, codes))
+def _problem(options: argparse.Namespace) -> str | None:
+    if options.repeats < 3:
+        return "--repeats: at least 3, or there are no quartiles"
+    if options.hidden_share and not options.link:
+        return "--hidden-share: needs --link"
+    if options.overhead and options.png:
+        return "--png: there is nothing to draw of --overhead"
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        return "--png: needs matplotlib: pip install 'mindspeed_chunk[tools]'"
+    return None
 
 
-def _rank_main(options: argparse.Namespace) -> None:
+def _rank_main(options: argparse.Namespace, names: list[str]) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layer = _Layer(options)
-    cases = {name: _dispatcher(name) for name in options.cases.split(",")}
-    layer.check(cases)
-    names = list(cases)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(-2, options.repeats):  # two rounds to warm up
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            seconds = layer.time(cases[name])
-            if round_ >= 0:
-                times[name].append(seconds)
-    if dist.get_rank() == 0:
-        _report(options, times)
+    try:
+        measured = _overhead(options, names) if options.overhead else _measure(options, names)
+    except ValuesDiffer as error:
+        if dist.get_rank() == 0:
+            print(f"error: {error}; no times are printed", file=sys.stderr)
+        measured = None
+    if measured and dist.get_rank() == 0:
+        bench_report.report(options, measured)
     dist.barrier()
     destroy()
+    return int(measured is None)
 
 
-def _dispatcher(case: str) -> AllToAllDispatcher | ChunkMoEDispatcher:
-    """`alltoall`, or `schedule:N`, with `:recompute` behind it."""
-    if case == "alltoall":
-        return AllToAllDispatcher()
-    schedule, chunks, *rest = case.split(":")
-    return ChunkMoEDispatcher(
-        ChunkMoEConfig(
-            moe_num_chunks=int(chunks), chunk_moe_schedule=schedule, chunk_moe_recompute=rest == ["recompute"]
-        )
-    )
+def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
+    layer = Layer(options, dist.group.WORLD)
+    cases = [bench_cases.build(name) for name in names]
+    links = [options.link or UNLIMITED, *([UNLIMITED] if options.hidden_share else [])]
+    with _progress("values and memory", 1 + len(cases)) as advance:
+        errors = layer.check(cases)
+        advance()
+        found = {}
+        for case in cases:
+            found[case.name] = (layer.residency(case), layer.traffic(case))
+            advance()
+    seconds = _time(layer, cases, links, options.repeats)
+    return [
+        Measured(case.name, link, seconds[case.name, link], layer.unit, errors[case.name], *found[case.name])
+        for link in links
+        for case in cases
+    ]
 
 
-class _Layer:
-    """The tensors of one rank's layer: balanced random routing, fp32."""
+def _time(
+    layer: Layer, cases: list[Case], links: list[str], repeats: int, calls: int = 1
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds a call by case and link, one each round."""
+    seconds: dict[tuple[str, str], list[float]] = {(case.name, link): [] for case in cases for link in links}
+    with _progress("rounds", _WARM_UP + repeats) as advance:
+        for round_ in range(_WARM_UP + repeats):
+            first = round_ % len(cases)
+            for link in links:
+                _use(link, links)
+                for case in cases[first:] + cases[:first]:
+                    took = layer.time(case, calls)
+                    if round_ >= _WARM_UP:
+                        seconds[case.name, link].append(took)
+            advance()
+    return seconds
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        rank, self.num_experts = dist.get_rank(), options.experts
-        generator = torch.Generator().manual_seed(rank)
-        local, hidden, width = options.experts // _RANKS, options.hidden, options.intermediate
 
-        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) * scale).requires_grad_()
-
-        self.x_TH = normal(options.tokens, hidden)
-        self.index_TK = torch.rand(options.tokens, options.experts, generator=generator).topk(options.top_k).indices
-        self.weight_TK = normal(options.tokens, options.top_k)
-        self.fc1_LHF = normal(local, hidden, 2 * width, scale=hidden**-0.5)
-        self.fc2_LIH = normal(local, width, hidden, scale=width**-0.5)
-        self.grad_TH = torch.randn(options.tokens, hidden, generator=generator)
-
-    def run(self, dispatcher: AllToAllDispatcher | ChunkMoEDispatcher) -> tuple[torch.Tensor, ...]:
-        """The output and all gradients."""
-        inputs = (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH)
-        out_TH = dispatcher(
-            self.num_experts, self.weight_TK, self.index_TK, self.x_TH, self.fc1_LHF, self.fc2_LIH, dist.group.WORLD
-        )
-        return out_TH.detach(), *torch.autograd.grad(out_TH, inputs, self.grad_TH)
-
-    def check(self, cases: dict[str, AllToAllDispatcher | ChunkMoEDispatcher]) -> None:
-        expected = self.run(AllToAllDispatcher())
-        for name, dispatcher in cases.items():
-            results = zip(("out", "x", "weight", "fc1", "fc2"), self.run(dispatcher), expected, strict=True)
-            for what, got, want in results:
-                error = ((got - want).abs().max() / want.abs().max()).item()
-                if not error < _TOLERANCE:
-                    raise SystemExit(f"{name}: {what} is off the plain dispatcher's by {error:.1e}; no times printed")
-
-    def time(self, dispatcher: AllToAllDispatcher | ChunkMoEDispatcher) -> float:
-        """Seconds of the slower rank."""
+def _use(link: str, links: list[str]) -> None:
+    """Change the links' rate, where there is more than one."""
+    if len(links) > 1:
         dist.barrier()
-        start = time.perf_counter()
-        self.run(dispatcher)
-        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return seconds.item()
+        if dist.get_rank() == 0:
+            set_rate(None if link == UNLIMITED else link)
+        dist.barrier()
 
 
-def _report(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
-    first = next(iter(times))
-    table = Table(title=f"one layer, forward + backward, {_RANKS} ranks, link {options.link or 'not limited'}")
-    for column in ("case", "median ms", "quartiles ms", f"ratio to {first}", "quartiles"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    rows = []
-    for name, seconds in times.items():
-        low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
-        ratios = [own / base for own, base in zip(seconds, times[first], strict=True)]
-        ratio_low, ratio, ratio_high = statistics.quantiles(ratios, n=4)
-        table.add_row(
-            name, f"{middle:.1f}", f"{low:.1f} - {high:.1f}", f"{ratio:.3f}", f"{ratio_low:.3f} - {ratio_high:.3f}"
-        )
-        rows.append({"case": name, "ms": [1e3 * value for value in seconds], "ratio_to_first": ratios})
-    Console().print(table)
-    if options.json:
-        record = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-            "torch": torch.__version__,
-            "options": {key: value for key, value in vars(options).items() if key != "json"},
-            "cases": rows,
-        }
-        with open(options.json, "w") as file:
-            json.dump(record, file, indent=1)
+def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:
+    """One call of each case, as the mean of some, without peers and between the ranks."""
+    measured = []
+    for place, group in ((bench_report.ALONE, None), (bench_report.TOGETHER, dist.group.WORLD)):
+        layer = Layer(options, group)
+        cases = [bench_cases.build(name) for name in names]
+        layer.check(cases)
+        seconds = _time(layer, cases, [place], options.repeats, _OVERHEAD_CALLS)
+        measured += [Measured(name, place, seconds[name, place], layer.unit) for name in names]
+    return measured
+
+
+@contextmanager
+def _progress(what: str, steps: int):
+    """A function to call after each step; it moves a bar on rank 0 where that writes to a terminal."""
+    console = Console(stderr=True)
+    if dist.get_rank() != 0 or not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:2], MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=steps)
+        advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
+        yield advance
 
 
 if __name__ == "__main__":

@@ -1,0 +1,222 @@
+"""The cases of the layer benchmark, by their names.
+
+rolling:4               a schedule and a number of chunks; activations are kept
+rolling:4:recompute     the same in another memory mode: keep, recompute or dispatch
+rolling:1:pieces        one chunk whose all-to-alls are sent as several of at most 2 MB
+alltoall                the plain dispatcher of this package
+host:alltoall           MindSpeed-MM's `ep_forward`; host:allgather is its other dispatcher
+all                     every schedule, 1, 2, 4 and 8 chunks, every memory mode
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.config import SCHEDULES, ChunkMoEConfig
+from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+from mindspeed_chunk.tools import bench_host
+
+PIECES = "rolling:1:pieces"
+PIECE_BYTES = 2 * 2**20
+# what other cases are compared with, where it takes part
+BASELINES = ("rolling:1", PIECES, "alltoall", *bench_host.CASES)
+# settings of each memory mode: keep the activations; keep the dispatched rows; keep the layer's input alone
+_MODES: dict[str, dict[str, object]] = {
+    "keep": {},
+    "recompute": {"chunk_moe_recompute": True},
+    "dispatch": {"chunk_moe_keep": "input"},
+}
+_ALL_CHUNKS = (1, 2, 4, 8)
+_SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:recompute")
+
+
+class CaseError(ValueError):
+    """A case that does not exist, or cannot run here; the message is one line."""
+
+
+class Case(NamedTuple):
+    """A way to run the layer.
+
+    Attributes:
+        dispatch: takes the arguments of MindSpeed-MM's `ep_forward`.
+        around: what must be active during forward and backward.
+    """
+
+    name: str
+    dispatch: Callable[..., torch.Tensor]
+    around: AbstractContextManager
+
+
+class Parsed(NamedTuple):
+    """A name of the form `schedule:N[:mode]`, taken apart."""
+
+    schedule: str
+    chunks: int
+    mode: str
+
+
+def memory_settings(mode: str) -> dict[str, object]:
+    """The settings of ChunkMoEConfig that a memory mode stands for.
+
+    Raises:
+        CaseError: naming the modes of this version.
+    """
+    if mode not in _modes_here():
+        raise CaseError(f"memory mode {mode!r}: this version has {', '.join(_modes_here())}")
+    return _MODES[mode]
+
+
+def _modes_here() -> list[str]:
+    """Those whose settings this version has."""
+    known = {field.name for field in dataclasses.fields(ChunkMoEConfig)}
+    return [mode for mode, settings in _MODES.items() if settings.keys() <= known]
+
+
+def parse(name: str) -> Parsed | None:
+    """The parts of a chunked case's name; None for a baseline that has none.
+
+    Raises:
+        CaseError: saying what a name may be.
+    """
+    if name in ("alltoall", PIECES, *bench_host.CASES):
+        return None
+    schedule, chunks, mode = [*name.split(":"), "keep"][:3] if name.count(":") in (1, 2) else ("", "", "")
+    if schedule not in SCHEDULES or not chunks.isdecimal() or int(chunks) < 1:
+        raise CaseError(
+            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks and maybe a memory mode, such as "
+            f"rolling:4 or rolling:4:recompute, or one of {PIECES}, alltoall, {', '.join(bench_host.CASES)}, all"
+        )
+    memory_settings(mode)
+    return Parsed(schedule, int(chunks), mode)
+
+
+def names_of(text: str | None) -> list[str]:
+    """The cases of a comma-separated list, each once and known to be possible; without one, a short selection.
+
+    Raises:
+        CaseError: for a name that is no case, or a host that is not there.
+    """
+    words = text.split(",") if text else [*_baselines_here(), *_SHORT]
+    words = [case for word in words for case in ([*_baselines_here(), *_every()] if word == "all" else [word])]
+    names = list(dict.fromkeys(words))
+    for name in names:
+        parse(name)
+    if uses_host(names):
+        bench_host.check()
+    return names
+
+
+def uses_host(names: list[str]) -> bool:
+    return any(name in bench_host.CASES for name in names)
+
+
+def build(name: str) -> Case:
+    parsed = parse(name)
+    if parsed is not None:
+        return Case(name, _chunked(parsed), nullcontext())
+    if name == PIECES:
+        return Case(name, _chunked(Parsed("rolling", 1, "keep")), InPieces(PIECE_BYTES))
+    if name == "alltoall":
+        return Case(name, AllToAllDispatcher(), nullcontext())
+    return Case(name, bench_host.load(name), nullcontext())
+
+
+def _baselines_here() -> list[str]:
+    return [name for name in BASELINES if name not in bench_host.CASES or os.environ.get(bench_host.HOME)]
+
+
+def _every() -> list[str]:
+    return [
+        f"{schedule}:{chunks}" + ("" if mode == "keep" else f":{mode}")
+        for mode in _modes_here()
+        for schedule in SCHEDULES
+        for chunks in _ALL_CHUNKS
+        if chunks > 1 or schedule == SCHEDULES[0]  # with one chunk all schedules are the same
+    ]
+
+
+def _chunked(parsed: Parsed) -> ChunkMoEDispatcher:
+    settings = {"moe_num_chunks": parsed.chunks, "chunk_moe_schedule": parsed.schedule, **memory_settings(parsed.mode)}
+    return ChunkMoEDispatcher(ChunkMoEConfig(**settings))
+
+
+class InPieces:
+    """While active, every all-to-all of rows to other ranks is sent as several of at most `limit` bytes.
+
+    One large message takes longer over gloo than the same bytes in a few smaller ones, which is no merit of chunks: a
+    baseline that does not suffer from it tells the two apart. No row is copied for it: a piece is a range of the rows
+    for one other rank, in the buffers of the whole exchange. How many pieces there are must be the same on every rank;
+    that is agreed on when an exchange comes for the first time, and remembered by its position among those of a layer
+    call with the same width of rows, so that this costs no collective later on.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._agreed: dict[tuple[int, int], list[int]] = {}
+        self._seen: Counter[int] = Counter()
+
+    def __enter__(self) -> None:
+        self._seen.clear()
+        self._original = dist.all_to_all_single
+        dist.all_to_all_single = self._send
+
+    def __exit__(self, *_) -> None:
+        dist.all_to_all_single = self._original
+
+    def _send(self, output, input, output_split_sizes, input_split_sizes, group=None, async_op=False):
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        arrives, leaves = output.split(output_split_sizes), input.split(input_split_sizes)
+        works = []
+        for distance, pieces in enumerate(self._pieces(arrives, leaves, group), start=1):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            for here, there in zip(_cut(arrives[source], pieces), _cut(leaves[to], pieces), strict=True):
+                received, sent = [0] * size, [0] * size
+                received[source], sent[to] = here.shape[0], there.shape[0]
+                works.append(self._original(here, there, received, sent, group=group, async_op=True))
+        arrives[rank].copy_(leaves[rank])
+        work = _All(works)
+        if async_op:
+            return work
+        work.wait()
+
+    def _pieces(self, arrives, leaves, group) -> list[int]:
+        """For each distance between ranks above 0, the number of pieces."""
+        width = leaves[0].shape[1] * leaves[0].element_size()
+        key = (width, self._seen[width])
+        self._seen[width] += 1
+        if key not in self._agreed:
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            needed = []
+            for distance in range(1, size):
+                most = max(arrives[(rank - distance) % size].nbytes, leaves[(rank + distance) % size].nbytes)
+                needed.append(max(1, -(-most // self._limit)))
+            agreed = torch.tensor(needed, dtype=torch.int64)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+            self._agreed[key] = agreed.tolist()
+        return self._agreed[key]
+
+
+def _cut(rows: torch.Tensor, pieces: int) -> list[torch.Tensor]:
+    """`pieces` ranges of the rows, equal up to one row."""
+    return list(rows.tensor_split(pieces))
+
+
+class _All:
+    """A work that is done when all of several are."""
+
+    def __init__(self, works: list) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []

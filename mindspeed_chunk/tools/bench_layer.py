@@ -1,0 +1,237 @@
+"""One rank's MoE layer of the benchmark: its tensors and routing, what it computes, how long it takes, what it keeps.
+
+T tokens here, H hidden, K experts a token, E experts, L experts here, I expert intermediate, F = 2I.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.observe import observe
+from mindspeed_chunk.tools.bench_cases import Case, build
+from mindspeed_chunk.tools.measure import LiveBytes
+
+# relative to the largest value: sums in another order
+TOLERANCES = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 5e-2}
+_RESULTS = ("the output", "the gradient of x", "that of the router weights", "that of fc1", "that of fc2")
+_POPULARITY_SEED = 1
+_MEMORY_PASSES = 3
+_SETTLE_S = 0.01
+
+
+class ValuesDiffer(RuntimeError):
+    """A case does not compute what the plain dispatcher does; raised on every rank."""
+
+
+class Residency(NamedTuple):
+    """Bytes of a case, the most of any rank; see `Layer.residency`."""
+
+    kept: int
+    peak: int
+
+
+class Traffic(NamedTuple):
+    """All-to-alls of rows in one call, and the bytes a rank sends to others in them, the most of any rank."""
+
+    exchanges: int
+    sent: int
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `Layer` reads, and those of the ranks."""
+    parser.add_argument("--ranks", type=int, default=2, help="all in one expert-parallel group (default: 2)")
+    parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
+    parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=256, help="of an expert (default: 256)")
+    parser.add_argument("--experts", type=int, default=16, help="on all ranks together (default: 16)")
+    parser.add_argument("--top-k", type=int, default=4, help="experts a token (default: 4)")
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        metavar="HOW",
+        help="balanced: each token's experts drawn with equal chances; zipf or zipf:EXPONENT: the expert at place n of "
+        "a popularity list, the same on all ranks, with chances as 1 / n^EXPONENT (default exponent: 1); or a FILE of "
+        "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it decides on tokens and top-k",
+    )
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
+
+
+def problem_of(options: argparse.Namespace) -> str | None:
+    """What is wrong with the layer's options, in one line, or None."""
+    if options.ranks < 2:
+        return "--ranks: must be at least 2, or there is nothing to send"
+    for name in ("tokens", "hidden", "intermediate", "experts", "top_k"):
+        if getattr(options, name) < 1:
+            return f"--{name.replace('_', '-')}: must be at least 1"
+    if options.experts % options.ranks:
+        return f"--experts {options.experts}: must be a multiple of --ranks {options.ranks}"
+    if options.top_k > options.experts:
+        return f"--top-k {options.top_k}: there are {options.experts} experts"
+    try:
+        routing(options, 0, options.ranks)
+    except ValueError as error:
+        return f"--routing: {error}"
+    return None
+
+
+def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
+    """The expert ids of this rank's tokens, int64 `[T, K]`.
+
+    Raises:
+        ValueError: for a routing that is neither known nor a file of expert ids that fits.
+    """
+    kind, _, exponent = options.routing.partition(":")
+    if kind not in ("balanced", "zipf"):
+        return _recorded(options, rank, ranks)
+    try:
+        power = 0.0 if kind == "balanced" else float(exponent or 1)
+    except ValueError:
+        raise ValueError(f"{options.routing!r}: the exponent must be a number") from None
+    place_E = torch.randperm(options.experts, generator=torch.Generator().manual_seed(_POPULARITY_SEED))
+    chance_E = (1.0 + place_E.double()) ** -power
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.multinomial(chance_E.expand(options.tokens, -1), options.top_k, generator=generator)
+
+
+def _recorded(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
+    path = Path(options.routing)
+    if not path.is_file():
+        raise ValueError(f"{options.routing!r}: must be balanced, zipf, zipf:EXPONENT or a file")
+    try:
+        index = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} was not written by torch.save: {str(error).splitlines()[0]}") from None
+    if not isinstance(index, torch.Tensor) or index.is_floating_point() or index.dim() not in (2, 3):
+        raise ValueError(f"{path} must hold one tensor of integers, [tokens, k] or [ranks, tokens, k]")
+    if index.dim() == 2:
+        index = index[: index.shape[0] // ranks * ranks].view(ranks, -1, index.shape[1])
+    if index.shape[0] != ranks or index.numel() == 0:
+        raise ValueError(f"{path} holds {tuple(index.shape)}, which does not fit {ranks} ranks")
+    if index.min() < 0 or index.max() >= options.experts:
+        raise ValueError(f"{path} holds ids up to {index.max()}, --experts is {options.experts}")
+    return index[rank].to(torch.int64)
+
+
+class Layer:
+    """One rank's tensors, random but for the routing.
+
+    Args:
+        group: the expert-parallel ranks, all of the world, or None for a layer that has all experts here.
+
+    Attributes:
+        unit: bytes of the rows that this rank sends, T x K x H x element size; memory is told in it.
+    """
+
+    def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
+        self.group, self.num_experts = group, options.experts
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.index_TK = routing(options, rank, ranks)
+        (tokens, top_k), self.forward_only = self.index_TK.shape, options.forward_only
+        dtype, self.tolerance = getattr(torch, options.dtype), TOLERANCES[options.dtype]
+        generator = torch.Generator().manual_seed(rank)
+        local, hidden, width = options.experts // ranks, options.hidden, options.intermediate
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
+
+        self.x_TH = normal(tokens, hidden)
+        self.weight_TK = normal(tokens, top_k)
+        self.fc1_LHF = normal(local, hidden, 2 * width, scale=hidden**-0.5)
+        self.fc2_LIH = normal(local, width, hidden, scale=width**-0.5)
+        self.grad_TH = normal(tokens, hidden).detach()
+        self.unit = tokens * top_k * hidden * self.x_TH.element_size()
+
+    def forward(self, case: Case) -> torch.Tensor:
+        return case.dispatch(
+            self.num_experts, self.weight_TK, self.index_TK, self.x_TH, self.fc1_LHF, self.fc2_LIH, self.group
+        )
+
+    def backward(self, out_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out_TH, (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH), self.grad_TH)
+
+    def run(self, case: Case) -> tuple[torch.Tensor, ...]:
+        """The output and, unless only the forward is asked for, all gradients."""
+        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext():
+            out_TH = self.forward(case)
+            return (out_TH.detach(), *(() if self.forward_only else self.backward(out_TH)))
+
+    def check(self, cases: list[Case]) -> dict[str, float]:
+        """Compare each case with the plain dispatcher.
+
+        Returns:
+            Each case's largest difference, relative to the largest value, on any rank.
+
+        Raises:
+            ValuesDiffer: on every rank, if it is over the tolerance on one.
+        """
+        expected, errors = self.run(build("alltoall")), {}
+        for case in cases:
+            found = self._most([_distance(got, want) for got, want in zip(self.run(case), expected, strict=True)])
+            errors[case.name] = max(found)
+            for what, error in zip(_RESULTS, found, strict=False):
+                if not error <= self.tolerance:
+                    raise ValuesDiffer(f"{case.name}: {what} is off the plain dispatcher's by {error:.1e} of the most")
+        return errors
+
+    def time(self, case: Case, calls: int = 1) -> float:
+        """Seconds a call, from a barrier to the end of the slower rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.run(case)
+        return self._most([(time.perf_counter() - start) / calls])[0]
+
+    def residency(self, case: Case) -> Residency:
+        """Bytes of storages that come into being in the call, so without the layer's inputs and weights.
+
+        kept: alive between forward and backward, without the output, which is whoever's comes next. peak: the most
+        alive at once in the forward, or in the backward less one buffer of the weights' gradients, whichever is more;
+        with the output, which is held throughout, and the gradient of the input. Both are the least of several passes:
+        gloo's threads let go of the rows they have carried a moment after the wait.
+        """
+        passes = [self._residency(case) for _ in range(_MEMORY_PASSES)]
+        return Residency(*(int(max_of_ranks) for max_of_ranks in self._most([min(each) for each in zip(*passes)])))
+
+    def _residency(self, case: Case) -> Residency:
+        weight_grads = self.fc1_LHF.nbytes + self.fc2_LIH.nbytes
+        dist.barrier()
+        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext(), LiveBytes() as live:
+            out_TH = self.forward(case)
+            time.sleep(_SETTLE_S)
+            kept, peak = live.now - out_TH.untyped_storage().nbytes(), live.peak
+            if not self.forward_only:
+                live.peak = live.now
+                self.backward(out_TH)
+                peak = max(peak, live.peak - weight_grads)
+        return Residency(kept, peak)
+
+    def traffic(self, case: Case) -> Traffic | None:
+        """None for MindSpeed-MM's code, which does not tell."""
+        rank = dist.get_rank()
+        with observe() as events:
+            self.run(case)
+        found = [event.detail for event in events if event.kind == "all_to_all"]
+        sent = sum((sum(each["send"]) - each["send"][rank]) * each["row_bytes"] for each in found)
+        exchanges, sent = map(int, self._most([len(found), sent]))
+        return Traffic(exchanges, sent) if exchanges else None
+
+    def _most(self, values: list[float]) -> list[float]:
+        """Each value's largest over the ranks; NaN where one is."""
+        largest = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=float("inf"))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    return ((got - want).abs().max() / want.abs().max()).item()

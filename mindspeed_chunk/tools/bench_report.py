@@ -1,0 +1,241 @@
+"""What the layer benchmark has found, as a table, a JSON record and a PNG."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import mindspeed_chunk
+from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
+from mindspeed_chunk.tools.bench_layer import Residency, Traffic
+from mindspeed_chunk.tools.link import bits_per_second
+
+UNLIMITED = "not limited"
+# places of the overhead's measurement
+ALONE, TOGETHER = "without peers", "between the ranks"
+_WIDTH = 150  # where the table goes into a file or a pipe
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case on one link.
+
+    Attributes:
+        seconds: of the slower rank, one a round; rounds are the same for all cases.
+        unit: bytes that memory is told in.
+        error: largest relative difference to the plain dispatcher's values.
+    """
+
+    case: str
+    link: str
+    seconds: Sequence[float]
+    unit: int
+    error: float = 0.0
+    residency: Residency | None = None
+    traffic: Traffic | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return low, high
+
+    def ratio(self, base: Measured) -> tuple[float, float, float]:
+        """The ratio of the medians, and the quartiles of each round's ratio."""
+        low, _, high = statistics.quantiles([own / other for own, other in zip(self.seconds, base.seconds)], n=4)
+        return self.median / base.median, low, high
+
+
+def report(options: argparse.Namespace, measured: list[Measured]) -> None:
+    """Print the tables, and write what files the options ask for."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    for link in dict.fromkeys(each.link for each in measured):
+        here = [each for each in measured if each.link == link]
+        console.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
+    if options.hidden_share:
+        console.print(_hidden_table(options, measured))
+    if options.json:
+        Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
+    if options.png:
+        draw(options, measured)
+
+
+def baselines(measured: list[Measured]) -> list[Measured]:
+    """Of one link; the first case where none of the known baselines takes part."""
+    found = [each for name in BASELINES for each in measured if each.case == name]
+    return found or measured[:1]
+
+
+def hidden_share(options: argparse.Namespace, limited: Measured, free: Measured) -> float | None:
+    """1 - (time on the link - time without a limit) / (bytes that a rank sends in its all-to-alls / rate of the link).
+
+    None where nobody told the bytes.
+    """
+    if limited.traffic is None:
+        return None
+    return 1 - (limited.median - free.median) / (8 * limited.traffic.sent / bits_per_second(options.link))
+
+
+def record(options: argparse.Namespace, measured: list[Measured]) -> dict:
+    """All that is known of a run, for JSON."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mindspeed_chunk": mindspeed_chunk.__version__,
+        "options": {key: value for key, value in vars(options).items() if key not in ("json", "png")},
+        "memory_unit_bytes": measured[0].unit,
+        "cases": [_entry(options, each, measured) for each in measured],
+    }
+
+
+def _entry(options: argparse.Namespace, one: Measured, measured: list[Measured]) -> dict:
+    beside = [each for each in measured if each.link == one.link]
+    free = next((each for each in measured if each.case == one.case and each.link == UNLIMITED), None)
+    entry: dict = {
+        "case": one.case,
+        "link": one.link,
+        "median_ms": 1e3 * one.median,
+        "quartiles_ms": [1e3 * value for value in one.quartiles()],
+        "ms": [1e3 * value for value in one.seconds],
+        "ratios": {base.case: dict(zip(("of_medians", "low", "high"), one.ratio(base))) for base in baselines(beside)},
+        "largest_difference": one.error,
+    }
+    if one.residency:
+        entry["kept"], entry["peak"] = (nbytes / one.unit for nbytes in one.residency)
+    if one.traffic:
+        entry["exchanges"], entry["sent_bytes"] = one.traffic
+    if options.hidden_share and one.link != UNLIMITED:
+        entry["hidden_share"] = hidden_share(options, one, free)
+    return entry
+
+
+def _processor() -> str:
+    """Its model where the system tells, else its architecture."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _table(options: argparse.Namespace, link: str, measured: list[Measured]) -> Table:
+    what = "forward" if options.forward_only else "forward + backward"
+    bases = baselines(measured)
+    table = Table(
+        title=f"one layer, {what}, {options.ranks} ranks, routing {options.routing}, link {link}",
+        caption=f"medians of {options.repeats} interleaved rounds (quartiles)\n"
+        "kept and peak: live bytes between forward and backward, and the most at once; "
+        f"1 = the rows that a rank sends ({measured[0].unit / 2**20:.1f} MiB)",
+    )
+    table.add_column("case", no_wrap=True)
+    for name in ("ms", *(f"to {base.case}" for base in bases), "kept", "peak"):
+        table.add_column(name, justify="right")
+    for one in measured:
+        ratios = [f"{middle:.2f} ({low:.2f} - {high:.2f})" for middle, low, high in map(one.ratio, bases)]
+        memory = [f"{nbytes / one.unit:.2f}" for nbytes in one.residency]
+        table.add_row(one.case, _milliseconds(one), *ratios, *memory)
+    return table
+
+
+def _milliseconds(one: Measured, digits: int = 1) -> str:
+    low, high = one.quartiles()
+    return f"{1e3 * one.median:.{digits}f} ({1e3 * low:.{digits}f} - {1e3 * high:.{digits}f})"
+
+
+def _hidden_table(options: argparse.Namespace, measured: list[Measured]) -> Table:
+    table = Table(title=f"share of the wire's own time that is hidden, link {options.link}")
+    table.add_column("case")
+    for name in ("all-to-alls", "MB sent", "wire ms", "hidden"):
+        table.add_column(name, justify="right")
+    limited, free = ([each for each in measured if (each.link == UNLIMITED) == is_free] for is_free in (False, True))
+    for one, other in zip(limited, free, strict=True):
+        if one.traffic:
+            wire = 8e3 * one.traffic.sent / bits_per_second(options.link)
+            share = f"{hidden_share(options, one, other):.0%}"
+            table.add_row(one.case, str(one.traffic.exchanges), f"{one.traffic.sent / 1e6:.1f}", f"{wire:.0f}", share)
+    return table
+
+
+def _overhead_table(options: argparse.Namespace, place: str, measured: list[Measured]) -> Table:
+    what = "forward" if options.forward_only else "forward + backward"
+    table = Table(
+        title=f"a layer call with tiny tensors, {what}, {place}",
+        caption=f"medians of {options.repeats} interleaved rounds (quartiles)",
+    )
+    table.add_column("case")
+    for name in ("ms a call", f"to {measured[0].case}"):
+        table.add_column(name, justify="right")
+    for one in measured:
+        middle, low, high = one.ratio(measured[0])
+        table.add_row(one.case, _milliseconds(one, 3), f"{middle:.2f} ({low:.2f} - {high:.2f})")
+    return table
+
+
+def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
+    """Time and memory against the number of chunks, of the first link; baselines as lines across."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = [each for each in measured if each.link == measured[0].link]
+    curves = _curves(first)
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for number, (label, curve) in enumerate(curves.items()):
+        _draw_curve(times, memory, curve, color=f"C{number}", label=label)
+    for number, base in enumerate(each for each in first if parse(each.case) is None):
+        style = {"color": f"{0.15 * number}", "linestyle": ("--", "-.")[number % 2]}
+        times.axhline(1e3 * base.median, label=base.case, **style)
+        memory.axhline(base.residency.peak / base.unit, **style)
+    times.set(ylabel="ms a layer call", title=f"time: median and quartiles, link {measured[0].link}", ylim=(0, None))
+    memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
+    ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
+    for axes in (times, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, list(map(str, ticks)))
+        axes.set_xlabel("chunks")
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    figure.savefig(options.png, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_curve(times, memory, curve: list[tuple[int, Measured]], color: str, label: str) -> None:
+    chunks, found = [chunks for chunks, _ in curve], [one for _, one in curve]
+    medians = [1e3 * one.median for one in found]
+    below, above = ([1e3 * abs(one.median - one.quartiles()[side]) for one in found] for side in (0, 1))
+    times.errorbar(chunks, medians, yerr=[below, above], marker="o", capsize=3, color=color, label=label)
+    memory.plot(chunks, [one.residency.peak / one.unit for one in found], marker="o", color=color)
+    memory.plot(chunks, [one.residency.kept / one.unit for one in found], ":", marker="o", color=color)
+
+
+def _curves(measured: list[Measured]) -> dict[str, list[tuple[int, Measured]]]:
+    """By schedule and memory mode, in order of chunks; one chunk is the same in all schedules."""
+    parsed: list[tuple[Parsed, Measured]] = [(found, each) for each in measured if (found := parse(each.case))]
+    curves = {}
+    for schedule, mode in dict.fromkeys((found.schedule, found.mode) for found, _ in parsed if found.chunks > 1):
+        points = [
+            (found.chunks, each)
+            for found, each in parsed
+            if found.mode == mode and (found.schedule == schedule or found.chunks == 1)
+        ]
+        curves[schedule if mode == "keep" else f"{schedule}, {mode}"] = sorted(points, key=lambda point: point[0])
+    return curves

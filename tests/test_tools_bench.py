@@ -1,0 +1,233 @@
+"""The layer benchmark: its cases, its baselines, what it refuses, and one run of the command."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher import run_ranks
+from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.tools import bench_cases, bench_host, bench_layer, bench_report, link
+from mindspeed_chunk.tools.bench_cases import CaseError, InPieces, build, names_of, parse
+
+SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
+
+
+def layer_options(*words):
+    parser = argparse.ArgumentParser()
+    bench_layer.add_layer_options(parser)
+    return parser.parse_args([*SIZES, *words])
+
+
+def bench(*words):
+    command = [sys.executable, "-m", "mindspeed_chunk.tools", "bench", *SIZES, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def bytes_to_others(layer, case):
+    """What all_to_all_single is given for the other ranks, call by call."""
+    sent, original, rank = [], dist.all_to_all_single, dist.get_rank()
+
+    def counting(output, input, output_splits, input_splits, **kwargs):
+        rows = sum(input_splits) - input_splits[rank]
+        sent.append(rows * input.shape[1] * input.element_size())
+        return original(output, input, output_splits, input_splits, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        results = layer.run(case)
+    finally:
+        dist.all_to_all_single = original
+    return sent, results
+
+
+def on_ranks(rank, world_size, options):
+    """What a rank finds: bytes with and without pieces, errors of good cases, the message of a broken one, memory."""
+    layer = bench_layer.Layer(options, dist.group.WORLD)
+    plain, pieces = build("rolling:1"), build("rolling:1")._replace(name="pieces", around=InPieces(512))
+    layer.run(plain), layer.run(pieces)  # the agreements
+    whole, expected = bytes_to_others(layer, plain)
+    cut, results = bytes_to_others(layer, pieces)
+    same = all(map(torch.equal, results, expected))
+
+    class Broken(AllToAllDispatcher):
+        def __call__(self, *args):
+            out = super().__call__(*args)
+            return out * 1.01 if dist.get_rank() == 1 else out
+
+    good = [build("rolling:4"), build("pair:2:recompute"), build("alltoall")]
+    errors = layer.check(good)
+    try:
+        layer.check([good[0]._replace(name="broken", dispatch=Broken())])
+        message = ""
+    except bench_layer.ValuesDiffer as error:
+        message = str(error)
+    memory = {case.name: [n / layer.unit for n in layer.residency(case)] for case in good}
+    return whole, cut, same, errors, message, memory, layer.traffic(good[0])
+
+
+@pytest.fixture(scope="module")
+def found_on_ranks():
+    return run_ranks(on_ranks, 2, layer_options("--routing", "zipf"))
+
+
+def test_pieces_move_the_same_bytes_in_smaller_messages(found_on_ranks):
+    for whole, cut, same, *_ in found_on_ranks:
+        assert same
+        assert sum(cut) == sum(whole) > 4 * 512
+        assert len(whole) == 4 < len(cut)
+        # a range is cut into equal parts, up to a row
+        assert max(cut) <= 512 + 4 * 20
+
+
+def test_good_cases_pass_and_a_wrong_value_of_one_rank_is_refused_on_all(found_on_ranks):
+    for _, _, _, errors, message, *_ in found_on_ranks:
+        assert list(errors) == ["rolling:4", "pair:2:recompute", "alltoall"] and max(errors.values()) < 1e-5
+        assert message.startswith("broken: the output is off the plain dispatcher's by ")
+
+
+def test_residency_and_traffic_are_the_same_figures_on_all_ranks(found_on_ranks):
+    (*_, memory, traffic), (*_, other_memory, other_traffic) = found_on_ranks
+    assert memory == other_memory and traffic == other_traffic
+    assert memory["pair:2:recompute"][0] < memory["rolling:4"][0] < memory["alltoall"][0]
+    assert all(kept < peak for kept, peak in memory.values())
+    assert traffic.exchanges == 16 and traffic.sent > 0
+
+
+def test_command_writes_what_it_prints(tmp_path):
+    record, picture = tmp_path / "record.json", tmp_path / "record.png"
+    drawing = ("--png", str(picture)) if importable("matplotlib") else ()
+    cases = "rolling:1,rolling:1:pieces,alltoall,rolling:2,pair:2,rolling:2:recompute"
+    answer = bench("--repeats", "3", "--cases", cases, "--json", str(record), *drawing)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(record.read_text())
+    assert {"date", "machine", "python", "torch", "mindspeed_chunk", "options", "memory_unit_bytes"} <= found.keys()
+    assert found["memory_unit_bytes"] == 64 * 2 * 16 * 4 and found["options"]["tokens"] == 64
+    assert [case["case"] for case in found["cases"]] == cases.split(",")
+    for case in found["cases"]:
+        assert case["case"] in answer.stdout
+        assert len(case["ms"]) == 3 and min(case["ms"]) > 0
+        low, high = case["quartiles_ms"]
+        assert low <= case["median_ms"] <= high
+        assert list(case["ratios"]) == ["rolling:1", "rolling:1:pieces", "alltoall"]
+        assert case["largest_difference"] < 1e-4 and 0 < case["kept"] < case["peak"]
+        assert case["sent_bytes"] > 0
+    assert found["cases"][0]["ratios"]["rolling:1"] == {"of_medians": 1, "low": 1, "high": 1}
+    if drawing:
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def importable(name):
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+def test_overhead_command(tmp_path):
+    record = tmp_path / "record.json"
+    answer = bench("--overhead", "--forward-only", "--repeats", "3", "--json", str(record))
+    assert answer.returncode == 0, answer.stderr
+    cases = json.loads(record.read_text())["cases"]
+    assert [(case["case"], case["link"]) for case in cases] == [
+        (name, place) for place in (bench_report.ALONE, bench_report.TOGETHER) for name in ("rolling:1", "rolling:4")
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("--cases", "rolling"), "case 'rolling': must be rolling or pair with a number of chunks"),
+        (("--cases", "rolling:0"), "case 'rolling:0'"),
+        (("--cases", "spiral:4"), "case 'spiral:4'"),
+        (("--cases", "rolling:4:half"), "memory mode 'half': this version has keep, recompute"),
+        (("--experts", "5"), "--experts 5: must be a multiple of --ranks 2"),
+        (("--top-k", "9"), "--top-k 9: there are 4 experts"),
+        (("--ranks", "1"), "--ranks: must be at least 2"),
+        (("--repeats", "2"), "--repeats: at least 3"),
+        (("--routing", "zipf:x"), "the exponent must be a number"),
+        (("--routing", "no-such-file"), "must be balanced, zipf, zipf:EXPONENT or a file"),
+        (("--hidden-share",), "--hidden-share: needs --link"),
+        (("--link", "fast"), "--link fast: must be a number and one of bit"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, capsys):
+    from mindspeed_chunk.tools import bench as command
+
+    monkeypatch.setattr(sys, "argv", ["bench", *SIZES, *words])
+    monkeypatch.setattr(link.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(link.shutil, "which", lambda name: name)
+    try:
+        code = command.main()
+    except SystemExit as error:
+        code = error.code
+    assert code != 0
+    assert told in capsys.readouterr().err
+
+
+def test_link_without_root_is_refused_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
+    with pytest.raises(link.LinkError, match="needs root, ip and tc"), link.limited_link("1gbit"):
+        pass
+
+
+def test_rates_are_those_of_tc():
+    assert link.bits_per_second("1gbit") == 1e9
+    assert link.bits_per_second("2.5Mbit") == 2.5e6
+    with pytest.raises(link.LinkError):
+        link.bits_per_second("1 gbps")
+
+
+def test_names_of_cases(monkeypatch, tmp_path):
+    monkeypatch.delenv(bench_host.HOME, raising=False)
+    assert parse("rolling:4") == ("rolling", 4, "keep")
+    assert parse("pair:2:recompute") == ("pair", 2, "recompute")
+    assert parse("alltoall") is parse("rolling:1:pieces") is None
+    assert names_of("rolling:2,alltoall,rolling:2") == ["rolling:2", "alltoall"]
+    assert names_of(None)[:3] == ["rolling:1", "rolling:1:pieces", "alltoall"]
+    everything = names_of("all")
+    assert {"pair:8", "rolling:8:recompute", "rolling:1"} <= set(everything) and "pair:1" not in everything
+    with pytest.raises(bench_host.HostError, match="host:alltoall, host:allgather: set MINDSPEED_MM_HOME"):
+        names_of("host:alltoall")
+    monkeypatch.setenv(bench_host.HOME, str(tmp_path))
+    with pytest.raises(bench_host.HostError, match="there is no package mindspeed_mm in it"):
+        names_of("host:alltoall")
+
+
+def test_a_memory_mode_needs_its_setting(monkeypatch):
+    monkeypatch.setitem(bench_cases._MODES, "later", {"chunk_moe_of_a_later_version": 1})
+    with pytest.raises(CaseError, match="memory mode 'later': this version has keep, recompute"):
+        parse("rolling:4:later")
+
+
+def test_routings(tmp_path):
+    balanced = torch.cat([bench_layer.routing(layer_options("--tokens", "4096"), rank, 2) for rank in range(2)])
+    assert balanced.shape == (8192, 2)
+    assert (balanced[:, 0] != balanced[:, 1]).all()
+    counts = balanced.flatten().bincount(minlength=4)
+    assert counts.max() < 1.1 * counts.min()
+    skewed = bench_layer.routing(layer_options("--tokens", "4096", "--top-k", "1", "--routing", "zipf"), 0, 2)
+    shares = skewed.flatten().bincount(minlength=4).sort(descending=True).values / 4096
+    assert torch.allclose(shares, torch.tensor([12.0, 6, 4, 3]) / 25, atol=0.03)
+    recorded = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]])
+    torch.save(recorded, tmp_path / "ids.pt")
+    options = layer_options("--routing", str(tmp_path / "ids.pt"))
+    assert bench_layer.routing(options, 1, 2).tolist() == [[1, 2], [3, 0]]
+    options.experts = 3
+    with pytest.raises(ValueError, match="holds ids up to 3, --experts is 3"):
+        bench_layer.routing(options, 0, 2)
+
+
+def test_hidden_share():
+    options = argparse.Namespace(link="8mbit")
+    limited, free = (
+        bench_report.Measured("rolling:4", where, [seconds] * 3, 1, traffic=bench_layer.Traffic(16, 1_000_000))
+        for where, seconds in (("8mbit", 1.3), (bench_report.UNLIMITED, 1.0))
+    )
+    # the wire needs one second for the bytes, of which 0.3 are seen
+    assert bench_report.hidden_share(options, limited, free) == pytest.approx(0.7)
