@@ -78,14 +78,16 @@ def wrap(
         inner: the yaml's keys of what must have been wrapped before, since it has to see micro-chunks.
 
     Raises:
-        ConfigError: for a module that nothing has wrapped, though there is something in `inner`.
+        ConfigError: for a module that nothing has wrapped, though there is something in `inner`, and for one that
+            stands inside of another.
     """
     import torch.distributed as dist
 
-    from mindspeed_chunk.mbs.block import ChunkMBS, transformers_outputs
+    from mindspeed_chunk.mbs.block import ChunkMBS, check_order, transformers_outputs
 
     modules = {id(module): (name, module) for name, module in reversed(list(named))}  # the first name stays
     modules = [pair for pair in reversed(modules.values()) if not hasattr(pair[1].forward, _MARK)]
+    check_order((), (), [name for name, _ in modules])
     bare = [name for name, module in modules if "forward" not in vars(module)]
     if inner and bare:
         raise ConfigError.about(

@@ -281,6 +281,17 @@ named = [(name, block) for block in model["layers"] for name in ("one name", "an
 if FLAVOUR != "26.0":
     apply_features.apply_chunkmbs_module(named, arguments.features.chunkmbs_plan)
     assert [block.forward for block in model["layers"]] == chunked, "a block is wrapped once"
+    class Outer(Block):
+        pass
+    outer = Outer()
+    outer.inner = Block()
+    named = [("outer", outer), ("outer.inner", outer.inner)]
+    try:
+        apply_features.apply_chunkmbs_module(named, arguments.features.chunkmbs_plan)
+    except ValueError as error:
+        assert "features.chunkmbs_plan.apply_modules: outer.inner: inside" in str(error)
+    else:
+        raise AssertionError("a block inside of a block")
 """
 
 
