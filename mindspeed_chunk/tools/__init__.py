@@ -1,1 +1,1 @@
-"""Command-line tools: `python -m mindspeed_chunk.tools.bench`."""
+"""Command-line tools: `mindspeed-chunk COMMAND`, or `python -m mindspeed_chunk.tools COMMAND`."""

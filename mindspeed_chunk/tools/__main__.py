@@ -8,7 +8,8 @@ import mindspeed_chunk
 
 COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
-    "bench": "times one MoE layer on two ranks of this machine",
+    "bench": "times one MoE layer on some ranks of this machine, and tells its memory",
+    "trace": "shows one MoE layer call as a timeline",
 }
 
 

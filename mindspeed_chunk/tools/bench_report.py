@@ -62,9 +62,7 @@ class Measured:
 
 def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Print the tables, and write what files the options ask for."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = wide_console()
     for link in dict.fromkeys(each.link for each in measured):
         here = [each for each in measured if each.link == link]
         console.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
@@ -74,6 +72,12 @@ def report(options: argparse.Namespace, measured: list[Measured]) -> None:
         Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
     if options.png:
         draw(options, measured)
+
+
+def wide_console() -> Console:
+    """The terminal, or a file or pipe with lines long enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:

@@ -1,0 +1,297 @@
+"""What one layer call did, on one rank: recorded, laid out in lanes, summed up, and simulated.
+
+The executor tells when each of its actions ends. All-to-alls are watched below it: when each was launched, when its
+last row had arrived, and between when and when somebody waited for it. On a CPU an action starts where the one before
+it ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from mindspeed_chunk.moe.schedule import KINDS, Action, Schedule, Timeline, simulate
+from mindspeed_chunk.observe import observe
+
+COMPUTE, WIRE = "compute", "wire"
+WAIT, PLAN = "wait", "plan"
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_WATCHED = {"all_to_all_single": "all_to_all", _GATHER: "all_gather"}
+
+
+@dataclass
+class Transfer:
+    """A collective. Times are `time.perf_counter()`, seconds.
+
+    Attributes:
+        name: "D0", "C3", or "plan".
+        sent: bytes to other ranks.
+        end: when the last row had arrived.
+        waits: beginnings and ends.
+    """
+
+    name: str
+    sent: int
+    launch: float
+    end: float | None = None
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """One call on one rank.
+
+    Attributes:
+        directions: name, begin and end of the forward and of the backward.
+        actions: name, end, chunks in flight and chunks that own buffers after it.
+    """
+
+    rank: int
+    directions: list[tuple[str, float, float]] = field(default_factory=list)
+    actions: list[tuple[str, float, int, int]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, told: dict) -> Record:
+        """Back from `dataclasses.asdict`, JSON or not."""
+        transfers = [
+            Transfer(**{**each, "waits": [(begin, end) for begin, end in each["waits"]]}) for each in told["transfers"]
+        ]
+        return cls(told["rank"], list(map(tuple, told["directions"])), list(map(tuple, told["actions"])), transfers)
+
+    @contextmanager
+    def direction(self, name: str) -> Iterator[None]:
+        """Record what happens in the block under this name."""
+        with observe() as events, self._watch(events):
+            begin = time.perf_counter()
+            yield
+            end = time.perf_counter()
+        self.directions.append((name, begin, end))
+        for event in events:
+            if event.kind == "action":
+                self.actions.append((event.name, event.time, event.detail["in_flight"], event.detail["owners"]))
+
+    @contextmanager
+    def _watch(self, events: list) -> Iterator[None]:
+        originals = {name: getattr(dist, name) for name in _WATCHED}
+        for name, kind in _WATCHED.items():
+            setattr(dist, name, self._watching(originals[name], kind, events))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _watching(self, original, kind: str, events: list):
+        def launch(*args, **kwargs):
+            # whoever launches has just told what for
+            event = next((event for event in reversed(events) if event.kind == kind), None)
+            transfer = Transfer(event.name if event else kind, _sent(event), time.perf_counter())
+            self.transfers.append(transfer)
+            work = original(*args, **kwargs)
+            return None if work is None else _Watched(work, transfer)
+
+        return launch
+
+
+class _Watched:
+    """A work that tells its transfer when it is done, and who waits for it."""
+
+    def __init__(self, work, transfer: Transfer) -> None:
+        self._work, self._transfer = work, transfer
+        work.get_future().add_done_callback(self._done)
+
+    def wait(self, *args):
+        begin = time.perf_counter()
+        result = self._work.wait(*args)
+        end = time.perf_counter()
+        self._transfer.waits.append((begin, end))
+        self._done(None)
+        return result
+
+    def _done(self, _) -> None:
+        # called by a thread of the back end, or else at the end of the wait: the first of the two is nearer
+        if self._transfer.end is None:
+            self._transfer.end = time.perf_counter()
+
+
+def _sent(event) -> int:
+    if event is None or "send" not in event.detail:
+        return 0
+    return (sum(event.detail["send"]) - event.detail["send"][dist.get_rank()]) * event.detail["row_bytes"]
+
+
+class Span(NamedTuple):
+    """A stretch of a lane. `kind`: an action's letter, "launch", "wait", "plan" or "rest"."""
+
+    lane: str
+    name: str
+    kind: str
+    chunk: int | None
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+def lay_out(record: Record) -> list[Span]:
+    """One compute lane, and as many wire lanes as there were transfers at once; spans of a lane do not overlap."""
+    spans = [span for name, begin, end in record.directions for span in _compute(record, begin, end)]
+    return [*spans, *_wire(record.transfers)]
+
+
+def _compute(record: Record, begin: float, end: float) -> Iterator[Span]:
+    plan = next((each.launch for each in record.transfers if each.name == PLAN and begin <= each.launch <= end), begin)
+    if plan > begin:
+        yield Span(COMPUTE, PLAN, PLAN, None, begin, plan)
+    waits = sorted((*wait, each.name) for each in record.transfers for wait in each.waits)
+    cursor = plan
+    for name, stop, *_ in (action for action in record.actions if begin <= action[1] <= end):
+        action = _action(name)
+        kind, label = ("launch", f"launch {name}") if action and action.kind in "DC" else (name[:1], name)
+        for start, until, awaited in waits:
+            if cursor <= start and until <= stop:
+                yield from _span(label, kind, action, cursor, start)
+                yield Span(COMPUTE, f"wait {awaited}", WAIT, _chunk(_action(awaited)), start, until)
+                cursor = until
+        yield from _span(label, kind, action, cursor, stop)
+        cursor = stop
+    yield from _span("rest", "rest", None, cursor, end)
+
+
+def _span(name: str, kind: str, action: Action | None, start: float, end: float) -> Iterator[Span]:
+    if end > start:
+        yield Span(COMPUTE, name, kind, _chunk(action), start, end)
+
+
+def _wire(transfers: list[Transfer]) -> Iterator[Span]:
+    ends: list[float] = []
+    for each in sorted(transfers, key=lambda each: each.launch):
+        action = _action(each.name)
+        lane = next((number for number, end in enumerate(ends) if end <= each.launch), len(ends))
+        end = each.launch if each.end is None else each.end  # None: nobody waited, and nobody told
+        ends[lane:] = [end, *ends[lane + 1 :]]
+        name = WIRE if lane == 0 else f"{WIRE}, {lane + 1} at once"
+        yield Span(name, each.name, action.kind if action else PLAN, _chunk(action), each.launch, end)
+
+
+def _action(name: str) -> Action | None:
+    return Action(name[0], int(name[1:])) if name[:1] in KINDS and name[1:].isdecimal() else None
+
+
+def _chunk(action: Action | None) -> int | None:
+    return None if action is None else action.chunk
+
+
+class Summary(NamedTuple):
+    """One direction, in seconds.
+
+    Attributes:
+        compute: without waiting.
+        communication: with rows of at least one all-to-all on the wire.
+        exposed: waiting for rows.
+        plan: waiting for the gather of the plan.
+        simulated: the whole, by the simulator.
+        simulated_exposed: waiting for rows, by the simulator.
+    """
+
+    direction: str
+    total: float
+    compute: float
+    communication: float
+    exposed: float
+    plan: float
+    simulated: float
+    simulated_exposed: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the communication; 1 where there is none."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+
+class Simulated(NamedTuple):
+    """The same actions in the same order, by the simulator with the measured costs; it starts with the first action."""
+
+    direction: str
+    start: float
+    timeline: Timeline
+
+
+def simulate_record(record: Record) -> list[Simulated]:
+    """Costs: of an action, its measured time without waiting; of an all-to-all, the time from its launch to its end
+    in which none before it was on the wire, so that two at once count as one after the other. Launches are free.
+    """
+    spans, found = lay_out(record), []
+    for name, begin, end in record.directions:
+        here = [span for span in spans if begin <= span.start <= end]
+        actions = (_action(action[0]) for action in record.actions if begin <= action[1] <= end)
+        schedule: Schedule = tuple(filter(None, actions))
+        costs = dict.fromkeys(schedule, 0.0)
+        for span in here:
+            if span.lane == COMPUTE and span.chunk is not None and span.kind in KINDS:
+                costs[Action(span.kind, span.chunk)] += span.length
+        busy_until = begin
+        for span in sorted((span for span in here if span.lane != COMPUTE), key=lambda span: span.start):
+            if span.chunk is not None:
+                costs[Action(span.kind, span.chunk)] += max(0.0, span.end - max(span.start, busy_until))
+                busy_until = max(busy_until, span.end)
+        start = next((span.start for span in here if span.kind in KINDS and span.lane == COMPUTE), begin)
+        found.append(Simulated(name, start, simulate(schedule, costs.__getitem__)))
+    return found
+
+
+def simulated_spans(simulated: list[Simulated]) -> list[Span]:
+    """As measured ones; where the compute queue stands still, it waits."""
+    spans = []
+    for _, start, timeline in simulated:
+        cursor = start
+        for (kind, chunk), begin, end in timeline.spans:
+            begin, end = begin + start, end + start
+            if kind in "DC":
+                spans.append(Span(WIRE, f"{kind}{chunk}", kind, chunk, begin, end))
+                continue
+            if begin > cursor:
+                awaited = {"E": f"D{chunk}", "U": f"C{chunk}"}[kind]
+                spans.append(Span(COMPUTE, f"wait {awaited}", WAIT, chunk, cursor, begin))
+            spans.append(Span(COMPUTE, f"{kind}{chunk}", kind, chunk, begin, end))
+            cursor = end
+    return [span for span in spans if span.end > span.start]
+
+
+def summarise(record: Record) -> list[Summary]:
+    spans, summaries = lay_out(record), []
+    for (name, begin, end), (_, _, timeline) in zip(record.directions, simulate_record(record), strict=True):
+        here = [span for span in spans if begin <= span.start <= end]
+        compute = [span for span in here if span.lane == COMPUTE]
+        waits = [span for span in compute if span.kind == WAIT]
+        exposed = sum(span.length for span in waits if span.chunk is not None)
+        summaries.append(
+            Summary(
+                direction=name,
+                total=end - begin,
+                compute=sum(span.length for span in compute if span.kind != WAIT),
+                communication=_covered([span for span in here if span.lane != COMPUTE and span.chunk is not None]),
+                exposed=exposed,
+                plan=sum(span.length for span in waits) - exposed,
+                simulated=timeline.total,
+                simulated_exposed=timeline.exposed,
+            )
+        )
+    return summaries
+
+
+def _covered(spans: list[Span]) -> float:
+    """The time in which at least one of them runs."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return total
