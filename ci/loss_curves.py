@@ -1,7 +1,8 @@
-"""Loss curves of the tiny example: Chunk MoE against the plain all-to-all, one factor changed at a time.
+"""Loss curves of the tiny example: Chunk MoE and ChunkMBS against the plain all-to-all, one factor changed at a time.
 
     torchrun --nproc_per_node 2 ci/loss_curves.py
     torchrun --nproc_per_node 4 ci/loss_curves.py
+    torchrun --nproc_per_node 2 ci/loss_curves.py --steps 20 --only balance --only ChunkMBS
 
 On 4 ranks the two ranks that hold the same experts shard them by FSDP. Each run is compared with the plain all-to-all
 under the same other settings. Exits with 1 where a bound is broken:
@@ -34,6 +35,10 @@ FALL = 1.0
 
 NO_RECOMPUTE = ("features.recompute=false",)
 ACCUMULATION = ("training.gradient_accumulation_steps=2", "training.micro_batch_size=2")
+# the balance loss is not linear in the batch, so accumulation has another one than the whole batch
+LINEAR = ("features.loss_cfg.router_aux_loss_coef=0",)
+ACCUMULATION_4 = ("training.gradient_accumulation_steps=4", "training.micro_batch_size=1")
+CHUNK_MBS = ("features.enable_chunk_mbs=true", "features.enable_activation_offload=true")
 BF16 = ("parallel.fsdp_plan.param_dtype=bf16",)
 
 
@@ -50,7 +55,7 @@ RUNS = {
     "alltoall, accumulation 2": (PLAIN + ACCUMULATION, None),
     "alltoall, bf16": (PLAIN + BF16, None),
     "N=4 rolling": (chunkmoe(), "alltoall"),
-    "N=4 rolling, again": (chunkmoe(), "alltoall"),
+    "N=4 rolling, again": (chunkmoe(), "N=4 rolling"),
     "N=1": (chunkmoe(1), "alltoall"),
     "N=2": (chunkmoe(2), "alltoall"),
     "N=3": (chunkmoe(3), "alltoall"),
@@ -58,6 +63,15 @@ RUNS = {
     "chunk size 100": (chunkmoe(0, moe_chunk_size=100), "alltoall"),
     "pair": (chunkmoe(chunk_moe_schedule="pair"), "alltoall"),
     "recompute of experts": (chunkmoe(chunk_moe_recompute="true"), "alltoall"),
+    "input kept alone": (chunkmoe(chunk_moe_keep="input"), "alltoall"),
+    "output of recomputes not skipped": (chunkmoe(chunk_moe_skip_unread="false"), "alltoall"),
+    "alltoall, no balance": (PLAIN + LINEAR, None),
+    "alltoall, accumulation 4, no balance": (PLAIN + LINEAR + ACCUMULATION_4, "alltoall, no balance"),
+    "alltoall, ChunkMBS, no balance": (PLAIN + LINEAR + CHUNK_MBS, "alltoall, no balance"),
+    "N=4, accumulation 4, no balance": (chunkmoe() + LINEAR + ACCUMULATION_4, "alltoall, no balance"),
+    "N=4, ChunkMBS, no balance": (chunkmoe() + LINEAR + CHUNK_MBS, "alltoall, no balance"),
+    "alltoall, ChunkMBS": (PLAIN + CHUNK_MBS, "alltoall"),
+    "N=4, ChunkMBS": (chunkmoe() + CHUNK_MBS, "alltoall"),
     "no block recompute": (chunkmoe() + NO_RECOMPUTE, "alltoall, no block recompute"),
     "accumulation 2": (chunkmoe() + ACCUMULATION, "alltoall, accumulation 2"),
     "bf16": (chunkmoe() + BF16, "alltoall, bf16"),
@@ -67,56 +81,73 @@ RUNS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--only", action="append", metavar="TEXT", help="runs with TEXT in their name, and their bases")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     curves = {}
-    for name, (overrides, _) in RUNS.items():
+    for name in chosen(options.only):
         start = time.perf_counter()
-        curves[name] = curve(overrides, steps)
+        curves[name] = curve(RUNS[name][0], options.steps)
         if dist.get_rank() == 0:
-            seconds = time.perf_counter() - start
-            print(f"{name}: {curves[name][0]:.4f} -> {curves[name][-1]:.4f}, {seconds:.0f} s", flush=True)
+            (first, _), (last, _) = curves[name][0], curves[name][-1]
+            print(f"{name}: {first:.4f} -> {last:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     world_size = dist.get_world_size()
-    failed = dist.get_rank() == 0 and report(curves, steps, world_size)
+    failed = dist.get_rank() == 0 and report(curves, options.steps, world_size)
     destroy()
     return int(failed)
 
 
+def chosen(only):
+    """Names of runs, a base before what is compared with it."""
+    names = [name for name in RUNS if not only or any(text in name for text in only)]
+    needed = {*names, *(RUNS[name][1] for name in names)}
+    if any("bf16" in name for name in names):
+        needed |= {"alltoall", "alltoall, bf16"}
+    return [name for name in RUNS if name in needed]
+
+
 def curve(overrides, steps):
+    """(loss, norm of the gradients) of each step."""
     config, _ = load_config(
         str(EXAMPLE / "tiny.yaml"), [f"model.model_name_or_path={EXAMPLE / 'tiny'}", *overrides], dist.get_world_size()
     )
     trainer = Trainer(prepare(config))
-    return [trainer.step(iteration)[0]["loss"] for iteration in range(steps)]
+    return [(losses["loss"], norm) for losses, norm in map(trainer.step, range(steps))]
 
 
-def distance(losses, base, steps):
-    """The largest relative difference over the first `steps`."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses[:steps], base[:steps], strict=True))
+def distance(curve, base, steps):
+    """The largest relative difference over the first `steps`, of losses and of gradient norms."""
+    pairs = list(zip(curve[:steps], base[:steps], strict=True))
+    return tuple(max(abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs) for i in (0, 1))
 
 
 def report(curves, steps, world_size):
     """Print the table; return whether a bound is broken."""
-    bound_bf16 = distance(curves["alltoall, bf16"], curves["alltoall"], FIRST)
-    table = Table(title=f"{steps} steps on {world_size} ranks, EP=2; bf16 bound {bound_bf16:.1e}")
-    for heading in ("run", "first loss", "last loss", f"difference, {FIRST} steps", f"difference, {steps} steps", ""):
+    title = f"{steps} steps on {world_size} ranks, EP=2"
+    bound_bf16 = None
+    if "alltoall, bf16" in curves:
+        bound_bf16, _ = distance(curves["alltoall, bf16"], curves["alltoall"], FIRST)
+        title += f"; bf16 bound {bound_bf16:.1e}"
+    table = Table(title=title)
+    headings = ("run", "first loss", "last loss", f"difference, {FIRST} steps", "its gradient norm")
+    for heading in (*headings, f"difference, {steps} steps", ""):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     failed = False
-    for name, losses in curves.items():
-        base = curves.get(RUNS[name][1])
-        verdict = "ok" if losses[0] - losses[-1] > FALL else f"fell by less than {FALL}"
-        near = far = "-"
+    for name, curve_ in curves.items():
+        base, (first, _), (last, _) = curves.get(RUNS[name][1]), curve_[0], curve_[-1]
+        verdict = "ok" if first - last > FALL else f"fell by less than {FALL}"
+        near = norm = far = "-"
         if base is not None:
-            first = distance(losses, base, FIRST)
-            near, far = f"{first:.1e}", f"{distance(losses, base, steps):.1e}"
+            (off, off_norm), (late, _) = distance(curve_, base, FIRST), distance(curve_, base, steps)
+            near, norm, far = f"{off:.1e}", f"{off_norm:.1e}", f"{late:.1e}"
             bound = bound_bf16 if "bf16" in name else BOUND_FP32
-            verdict = verdict if first <= bound else f"over {bound:.1e}"
-        if name.endswith("again") and losses != curves["N=4 rolling"]:
+            verdict = verdict if off <= bound else f"over {bound:.1e}"
+        if name.endswith("again") and curve_ != curves["N=4 rolling"]:
             verdict = "not bit-equal"
         failed |= verdict != "ok"
-        table.add_row(name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", near, far, verdict)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        table.add_row(name, f"{first:.6f}", f"{last:.6f}", near, norm, far, verdict)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
     return failed
 
 

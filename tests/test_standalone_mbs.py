@@ -13,7 +13,7 @@ from mindspeed_chunk.standalone.prepare import prepare
 from mindspeed_chunk.tools.measure import GATHER, REDUCE_SCATTER, Collectives, LiveBytes
 from standalone_ranks import MODEL, YAML, curves, gradients, read, trainer
 
-STEPS = {2: 20, 4: 6}
+STEPS = {2: 6, 4: 3}  # ci/loss_curves.py takes more
 SHORT = "data.dataset_param.basic_parameters.cutoff_len=16"
 AUX = "features.loss_cfg.router_aux_loss_coef"
 LAYERS = "model.language_model.layers"
@@ -67,7 +67,7 @@ def test_steps_equal_those_of_one_big_batch(world_size):
         for (loss, norm), (expected, expected_norm) in zip(curve, told[compared_with(name)], strict=True):
             assert loss == pytest.approx(expected, rel=1e-5), name
             assert norm == pytest.approx(expected_norm, rel=1e-5), name
-    assert told["one batch, chunkmoe"][-1][0] < told["one batch, chunkmoe"][0][0] - 0.3
+    assert told["one batch, chunkmoe"][-1][0] < told["one batch, chunkmoe"][0][0] - 0.1
     assert told["one batch, balance"] != told["one batch, chunkmoe"]
 
 
