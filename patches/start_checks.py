@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +77,10 @@ def _check_chunk_moe(arguments: object) -> None:
         if settings.strict():
             raise error
         log_once(logging.WARNING, f"mindspeed_chunk: {error}")
+    ranks = int(os.environ.get("WORLD_SIZE", size))
+    if ranks % size:
+        rule = f"must divide the number of ranks, {ranks}"
+        raise ConfigError.about("parallel.expert_parallel_size", size, rule, "change one of the two")
     experts = _num_experts(arguments)
     if experts is not None and experts % size:
         rule = f"must divide the model's number of experts, {experts}"

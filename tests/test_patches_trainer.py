@@ -119,6 +119,13 @@ def test_a_misspelt_key_ends_both_ranks_with_one_line(folder):
         )
 
 
+def test_more_expert_parallel_ranks_than_ranks_end_the_run_at_its_start(folder):
+    _, stderr = refused(folder, "master", CHUNKED, expert_parallel_size=4)
+    assert stderr == (
+        "mindspeed_chunk: parallel.expert_parallel_size: 4: must divide the number of ranks, 2; change one of the two\n"
+    )
+
+
 def test_a_device_without_a_back_end_ends_the_run_at_its_start(folder, tmp_path):
     drift("master", tmp_path, "mindspeed_mm.fsdp.utils.device", ('"cpu"', '"xpu"'))
     _, stderr = refused(folder, "master", CHUNKED, before=(tmp_path,))

@@ -7,6 +7,7 @@ T tokens here, H hidden, K experts a token, R rows, E experts, L = E / ep expert
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,67 +15,34 @@ import torch.distributed as dist
 
 from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.dist import all_gather, all_to_all, group_rank
-from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
+from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
 from mindspeed_chunk.moe.reference import swiglu
 
 
-class AllToAllDispatcher:
-    """The plain dispatcher behind MindSpeed-MM's `ep_forward` arguments; see `ChunkMoEDispatcher` for what they are."""
+class AllToAllDispatcher(Dispatcher):
+    """The plain dispatcher behind MindSpeed-MM's `ep_forward` arguments; see `Dispatcher`."""
 
-    def __init__(self, *, weight_layout: str = "LHF") -> None:
-        if weight_layout not in WEIGHT_LAYOUTS:
-            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
-        self.weight_layout = weight_layout
-
-    def __call__(
-        self,
-        num_experts: int,
-        routing_weights: torch.Tensor,
-        selected_experts: torch.Tensor,
-        hidden_states: torch.Tensor,
-        fc1_weight: torch.Tensor,
-        fc2_weight: torch.Tensor,
-        ep_group: dist.ProcessGroup | None = None,
-        fused: bool = True,
-        swiglu_limit: float = 0.0,
-        ep_balance_strategy: object | None = None,
-        skip_moe_pad_tokens: bool = False,
-        seq_mask: torch.Tensor | None = None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        arguments = Arguments(
-            num_experts=num_experts,
-            routing_weights=routing_weights,
-            selected_experts=selected_experts,
-            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
-            fc1=fc1_weight,
-            fc2=fc2_weight,
-            weight_layout=self.weight_layout,
-            group=ep_group,
-            ep_balance_strategy=ep_balance_strategy,
-            swiglu_limit=swiglu_limit,
-            skip_pad=skip_moe_pad_tokens,
-            seq_mask=seq_mask,
-            activation=activation,
-        )
+    def _call(self, arguments: Arguments) -> torch.Tensor:
         problem = arguments.problem()
         if problem is not None:
             raise ValueError(problem)
+        activation = arguments.activation
         if activation is None:
-            activation = lambda fc1_RF: swiglu(fc1_RF, swiglu_limit)  # noqa: E731
+            activation = functools.partial(swiglu, limit=arguments.swiglu_limit)
+        num_experts, group = arguments.num_experts, arguments.group
         x_TH, weight_TK, pad_T = arguments.x_TH, arguments.weight_TK(), arguments.pad_T()
-        sort_TK = selected_experts.to(torch.int64)
+        sort_TK = arguments.selected_experts.to(torch.int64)
         if pad_T is not None:
             sort_TK = sort_TK.masked_fill(pad_T[:, None], num_experts)  # behind every expert, and not sent
         order_R = sort_TK.flatten().argsort(stable=True)
-        counts_SE = self._gather_counts(sort_TK, num_experts, ep_group)
-        sent, received, counts_SL = _splits(counts_SE, group_rank(ep_group))
+        counts_SE = self._gather_counts(sort_TK, num_experts, group)
+        sent, received, counts_SL = _splits(counts_SE, group_rank(group))
         order_R = order_R[: sum(sent)]
 
         token_R = order_R // sort_TK.shape[1]
-        arrived_RH = _Exchange.apply(x_TH[token_R].to(arguments.compute_dtype), sent, received, ep_group)
-        out_RH = self._experts(arrived_RH, counts_SL, fc1_weight, fc2_weight, activation)
-        back_RH = _Exchange.apply(out_RH, received, sent, ep_group).to(weight_TK.dtype)
+        arrived_RH = _Exchange.apply(x_TH[token_R].to(arguments.compute_dtype), sent, received, group)
+        out_RH = self._experts(arrived_RH, counts_SL, arguments.fc1, arguments.fc2, activation)
+        back_RH = _Exchange.apply(out_RH, received, sent, group).to(weight_TK.dtype)
         weighted_RH = back_RH * weight_TK.flatten()[order_R, None]
         out_TH = torch.zeros_like(x_TH, dtype=weight_TK.dtype).index_add(0, token_R, weighted_RH)
         return out_TH if pad_T is None else torch.where(pad_T[:, None], x_TH, out_TH.to(x_TH.dtype))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
-from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
+from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
 from mindspeed_chunk.moe.executor import Call, ChunkMoEFunction
 from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
 from mindspeed_chunk.moe.replay import recall, reroute, write_down
@@ -43,20 +42,17 @@ def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tens
     return (first, second) if integer[0] else (second, first)
 
 
-class ChunkMoEDispatcher:
+class ChunkMoEDispatcher(Dispatcher):
     """Chunk MoE behind MindSpeed-MM's `ep_forward` arguments.
 
     Args:
         config: the settings, the same on every rank of the group.
-        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]`
-            and `[L, H, I]`, as transformers has them. Never guessed from shapes.
+        weight_layout: see `Dispatcher`.
     """
 
     def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
-        if weight_layout not in WEIGHT_LAYOUTS:
-            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
+        super().__init__(weight_layout=weight_layout)
         self.config = config
-        self.weight_layout = weight_layout
         # per group, what its ranks have agreed on of that which decides the size of a plan's gather
         self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
         # modules that have passed as activations, and with which widths and dtypes
@@ -72,62 +68,7 @@ class ChunkMoEDispatcher:
     def __setstate__(self, state: dict) -> None:
         self.__init__(**state)
 
-    def __call__(
-        self,
-        num_experts: int,
-        routing_weights: torch.Tensor,
-        selected_experts: torch.Tensor,
-        hidden_states: torch.Tensor,
-        fc1_weight: torch.Tensor,
-        fc2_weight: torch.Tensor,
-        ep_group: dist.ProcessGroup | None = None,
-        fused: bool = True,
-        swiglu_limit: float = 0.0,
-        ep_balance_strategy: object | None = None,
-        skip_moe_pad_tokens: bool = False,
-        seq_mask: torch.Tensor | None = None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Send every token to its experts and bring back the weighted sum of what they make of it.
-
-        Args:
-            num_experts: E, over all ranks.
-            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (where K = E: the former, as
-                the host has it). Floating point.
-            selected_experts: `[T, K]`, integers in [0, E).
-            hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
-            fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
-            ep_group: the expert-parallel ranks; None where all experts are here.
-            fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
-            swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
-            ep_balance_strategy: must be None.
-            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are.
-            seq_mask: T values, 0 for padding.
-            activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
-
-        Returns:
-            `[T, H]`, in the dtype of `routing_weights` (of `hidden_states` with `skip_moe_pad_tokens`).
-
-        Raises:
-            ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
-                by the group's size, expert ids out of range, or ranks that differ in what must be equal. Only an E
-                that changes after the first call, and on some ranks alone, cannot be told.
-        """
-        arguments = Arguments(
-            num_experts=num_experts,
-            routing_weights=routing_weights,
-            selected_experts=selected_experts,
-            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
-            fc1=fc1_weight,
-            fc2=fc2_weight,
-            weight_layout=self.weight_layout,
-            group=ep_group,
-            ep_balance_strategy=ep_balance_strategy,
-            swiglu_limit=swiglu_limit,
-            skip_pad=skip_moe_pad_tokens,
-            seq_mask=seq_mask,
-            activation=activation,
-        )
+    def _call(self, arguments: Arguments) -> torch.Tensor:
         recalled = recall()
         if recalled is None:
             decided = self._plan(arguments)
