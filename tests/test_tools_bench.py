@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
-from mindspeed_chunk.tools import bench_cases, bench_host, bench_layer, bench_report, link
+from mindspeed_chunk.tools import bench_cases, bench_host, bench_layer, bench_report, link, ranks
 from mindspeed_chunk.tools.bench_cases import CaseError, InPieces, build, names_of, parse
 
 SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
@@ -176,6 +178,45 @@ def test_link_without_root_is_refused_with_what_it_needs(monkeypatch):
         pass
 
 
+def test_hidden_share_on_a_limited_link(tmp_path):
+    try:
+        with link.limited_link("1gbit"):
+            pass
+    except link.LinkError as error:
+        pytest.skip(str(error))
+    record = tmp_path / "record.json"
+    words = ("--link", "1gbit", "--hidden-share", "--cases", "rolling:2", "--repeats", "3", "--json", str(record))
+    answer = bench(*words)
+    assert answer.returncode == 0, answer.stderr
+    limited, free = json.loads(record.read_text())["cases"]
+    assert (limited["link"], free["link"]) == ("1gbit", bench_report.UNLIMITED)
+    lost = (limited["median_ms"] - free["median_ms"]) / 1e3
+    assert limited["hidden_share"] == pytest.approx(1 - lost / (8 * limited["sent_bytes"] / 1e9))
+    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"mc{os.getpid()}" not in namespaces
+
+
+def test_a_failing_rank_ends_the_others(tmp_path, monkeypatch):
+    code = "import os, time\nif os.environ['RANK'] == '0': time.sleep(300)\nraise SystemExit(3)\n"
+    (tmp_path / "one_fails.py").write_text(code)
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.1)
+    start = time.monotonic()
+    assert ranks.launch("one_fails", [], 2, None, {"PYTHONPATH": str(tmp_path)}) == 3
+    assert time.monotonic() - start < 100
+
+
+@pytest.mark.skipif(not os.environ.get(bench_host.HOME), reason=f"needs {bench_host.HOME} and MINDSPEED_HOME")
+def test_the_host_as_a_baseline(tmp_path):
+    record = tmp_path / "record.json"
+    answer = bench("--cases", "rolling:2,host:alltoall,host:allgather", "--repeats", "3", "--json", str(record))
+    assert answer.returncode == 0, answer.stderr
+    cases = json.loads(record.read_text())["cases"]
+    assert [case["case"] for case in cases] == ["rolling:2", "host:alltoall", "host:allgather"]
+    for case in cases:
+        assert case["largest_difference"] < 1e-4 and list(case["ratios"]) == ["host:alltoall", "host:allgather"]
+        assert 0 < case["kept"] < case["peak"]
+
+
 def test_rates_are_those_of_tc():
     assert link.bits_per_second("1gbit") == 1e9
     assert link.bits_per_second("2.5Mbit") == 2.5e6
@@ -218,6 +259,7 @@ def test_routings(tmp_path):
     torch.save(recorded, tmp_path / "ids.pt")
     options = layer_options("--routing", str(tmp_path / "ids.pt"))
     assert bench_layer.routing(options, 1, 2).tolist() == [[1, 2], [3, 0]]
+    assert bench_layer.problem_of(options) is None and (options.tokens, options.top_k) == (2, 2)
     options.experts = 3
     with pytest.raises(ValueError, match="holds ids up to 3, --experts is 3"):
         bench_layer.routing(options, 0, 2)

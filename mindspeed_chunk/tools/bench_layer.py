@@ -66,7 +66,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def problem_of(options: argparse.Namespace) -> str | None:
-    """What is wrong with the layer's options, in one line, or None."""
+    """What is wrong with the layer's options, in one line, or None. A recorded routing sets its tokens and top-k."""
     if options.ranks < 2:
         return "--ranks: must be at least 2, or there is nothing to send"
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k"):
@@ -77,7 +77,7 @@ def problem_of(options: argparse.Namespace) -> str | None:
     if options.top_k > options.experts:
         return f"--top-k {options.top_k}: there are {options.experts} experts"
     try:
-        routing(options, 0, options.ranks)
+        options.tokens, options.top_k = routing(options, 0, options.ranks).shape
     except ValueError as error:
         return f"--routing: {error}"
     return None
