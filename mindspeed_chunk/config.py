@@ -37,8 +37,8 @@ class ChunkMoEConfig:
         them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
         again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
     chunk_moe_recompute: true for "rows", false for "activations".
-    chunk_moe_skip_unread: where a block is recomputed, and a first pass has shown that nothing behind the layer keeps any
-        of its output, leave out the second expert matmul and the combine of the recompute.
+    chunk_moe_skip_unread: where a block is recomputed, and a first pass has shown that nothing behind the layer keeps
+        any of its output, leave out the second expert matmul and the combine of the recompute.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
@@ -113,11 +113,18 @@ class ChunkMBSConfig:
 
     @classmethod
     def from_mapping(cls, mapping, path="features.chunkmbs_plan"):
-        """Read the host's `chunkmbs_plan`. Raises ConfigError for a wrong value or an unknown key."""
+        """Read the host's `chunkmbs_plan`.
+
+        Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.
+        """
         ours = _ours(cls, mapping, path, lambda key: True)
         for key, value in ours.items():
             _check_mbs(key, value, f"{path}.{key}")
-        return cls(**ours)
+        made = cls(**ours)
+        if not (made.chunk_infer or made.chunk_arg_indexs or made.chunk_kwarg_names):
+            way_out = "name some in chunk_arg_indexs, or remove the key"
+            raise ConfigError.about(f"{path}.chunk_infer", False, "no argument would be cut", way_out)
+        return made
 
 
 def _ours(cls, mapping, path, must_be_known):

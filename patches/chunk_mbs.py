@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import settings
 from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once, rebind, signature_of
-
-from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 
 APPLIER = "mindspeed_mm.fsdp.features.apply_features"
 _NAME = "apply_chunkmbs_module"

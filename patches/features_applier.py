@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Sequence
 from types import ModuleType
 
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import chunk_mbs
 from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo, signature_of
-
-from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 
 _applier: type | None = None
 _original = None

@@ -11,10 +11,9 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
 from mindspeed_chunk.patches.record import APPLIED, log_once
-
-from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 
 ENABLE = "features.enable_chunk_mbs"
 PLAN = "features.chunkmbs_plan"
@@ -74,12 +73,7 @@ def _config(plan: object) -> ChunkMBSConfig:
             "ChunkMBS needs the names of the blocks",
             "write for example [model.language_model.layers.{*}]",
         )
-    config = ChunkMBSConfig.from_mapping(plan, PLAN)
-    if not (config.chunk_infer or config.chunk_arg_indexs or config.chunk_kwarg_names):
-        raise ConfigError.about(
-            f"{PLAN}.chunk_infer", False, "no argument would be cut", "name some in chunk_arg_indexs, or remove the key"
-        )
-    return config
+    return ChunkMBSConfig.from_mapping(plan, PLAN)
 
 
 def _check_neighbours(features: Mapping[str, object]) -> None:

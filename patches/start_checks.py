@@ -11,11 +11,10 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, mbs_checks, settings
 from mindspeed_chunk.patches.config_name import NAME
 from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
-
-from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 
 # a shared expert is a plain module, and none of a dispatcher's business
 _ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")

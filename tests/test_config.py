@@ -217,3 +217,10 @@ def test_what_is_kept():
         ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="input")
     with pytest.raises(ConfigError, match="parallel.ep_plan.chunk_moe_keep: 'row': must be one of activations, rows"):
         ChunkMoEConfig.from_mapping({"chunk_moe_keep": "row"})
+
+
+def test_a_plan_that_cuts_nothing_is_refused():
+    plan = {"chunk_arg_indexs": [], "chunk_infer": False}
+    with pytest.raises(ConfigError, match="features.chunkmbs_plan.chunk_infer: False: no argument would be cut"):
+        ChunkMBSConfig.from_mapping(plan)
+    assert ChunkMBSConfig.from_mapping({**plan, "chunk_kwarg_names": ["x"]}).chunk_kwarg_names == ("x",)

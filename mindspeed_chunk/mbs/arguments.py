@@ -255,10 +255,10 @@ def _told(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
-def pair_up(parts: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
+def pair_up(parts: Sequence[Sequence[torch.Tensor | None]]) -> Iterator[torch.Tensor | None]:
     """What hooks recorded for each micro-chunk, as if the batch had been one: `[b * S, ...]` to `[B * S, ...]`."""
     for same in zip(*parts, strict=True):
-        yield torch.cat(same)
+        yield None if all(part is None for part in same) else torch.cat(same)
 
 
 class _WholeGrad:
