@@ -82,13 +82,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", action="append", metavar="TEXT", help="runs with TEXT in their name, and their bases")
+    parser.add_argument("--set", action="append", default=[], metavar="key.path=value", help="for every run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     curves = {}
     for name in chosen(options.only):
         start = time.perf_counter()
-        curves[name] = curve(RUNS[name][0], options.steps)
+        curves[name] = curve((*RUNS[name][0], *options.set), options.steps)
         if dist.get_rank() == 0:
             (first, _), (last, _) = curves[name][0], curves[name][-1]
             print(f"{name}: {first:.4f} -> {last:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
