@@ -19,7 +19,7 @@ from mindspeed_chunk.moe.schedule import (
 GOLDEN = {
     ("rolling", 1, False): "P0 D0 E0 C0 U0",
     ("rolling", 3, False): "P0 D0 P1 D1 E0 C0 P2 D2 E1 C1 U0 E2 C2 U1 U2",
-    ("rolling", 3, True): "P0 D0 P1 D1 E0 C0 W0 P2 D2 E1 C1 W1 U0 E2 C2 W2 U1 U2",
+    ("rolling", 3, True): "P0 D0 P1 D1 E0 C0 W0 P2 D2 E1 U0 C1 W1 E2 U1 C2 W2 U2",
     ("pair", 1, True): "P0 D0 E0 C0 W0 U0",
     ("pair", 3, False): "P0 P1 D0 D1 E0 C0 E1 C1 U0 U1 P2 D2 E2 C2 U2",
     ("pair", 2, True): "P0 P1 D0 D1 E0 C0 E1 C1 W0 W1 U0 U1",

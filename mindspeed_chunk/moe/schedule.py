@@ -56,19 +56,21 @@ def build(name: str, num_chunks: int, *, backward: bool = False, drop: str = "")
         raise ValueError(f"num_chunks: {num_chunks}: a schedule has at least one chunk")
     if name not in SCHEDULES:
         raise ValueError(f"schedule: {name!r}: must be one of {', '.join(SCHEDULES)}")
-    text = (_rolling if name == "rolling" else _pair)(num_chunks)
+    text = _rolling(num_chunks, backward=backward) if name == "rolling" else _pair(num_chunks)
     dropped = drop if backward else drop + "W"
     return tuple(action for action in map(_parse_action, text) if action.kind not in dropped)
 
 
-def _rolling(num_chunks: int) -> Iterable[str]:
+def _rolling(num_chunks: int, *, backward: bool) -> Iterable[str]:
     yield from ("P0", "D0")
     for c in range(num_chunks):
         if c + 1 < num_chunks:
             yield from (f"P{c + 1}", f"D{c + 1}")
-        yield from (f"E{c}", f"C{c}", f"W{c}")
-        if c > 0:
-            yield f"U{c - 1}"
+        yield f"E{c}"
+        # the previous chunk's rows are back by now; in the backward, where the operands of W are held beside them, they
+        # go before this chunk's combine takes room
+        before = [f"U{c - 1}"] if c > 0 else []
+        yield from (*before, f"C{c}", f"W{c}") if backward else (f"C{c}", *before)
     yield f"U{num_chunks - 1}"
 
 
