@@ -64,7 +64,7 @@ RUNS = {
     "pair": (chunkmoe(chunk_moe_schedule="pair"), "alltoall"),
     "recompute of experts": (chunkmoe(chunk_moe_recompute="true"), "alltoall"),
     "input kept alone": (chunkmoe(chunk_moe_keep="input"), "alltoall"),
-    "output of recomputes not skipped": (chunkmoe(chunk_moe_skip_unread="false"), "alltoall"),
+    "unread output of recomputes skipped": (chunkmoe(chunk_moe_skip_unread="true"), "alltoall"),
     "alltoall, no balance": (PLAIN + LINEAR, None),
     "alltoall, accumulation 4, no balance": (PLAIN + LINEAR + ACCUMULATION_4, "alltoall, no balance"),
     "alltoall, ChunkMBS, no balance": (PLAIN + LINEAR + CHUNK_MBS, "alltoall, no balance"),

@@ -37,8 +37,10 @@ class ChunkMoEConfig:
         them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
         again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
     chunk_moe_recompute: true for "rows", false for "activations".
-    chunk_moe_skip_unread: where a block is recomputed, and a first pass has shown that nothing behind the layer keeps
-        any of its output, leave out the second expert matmul and the combine of the recompute.
+    chunk_moe_skip_unread: where a block is recomputed, and its forward has shown that nothing behind the layer keeps
+        any of its output, leave out the second expert matmul and the combine of the recompute. What is seen are torch's
+        own operations: not for blocks with hand-written kernels or Functions behind the layer, nor for ranks whose
+        blocks run different operations there.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
@@ -49,7 +51,7 @@ class ChunkMoEConfig:
     moe_chunk_size: int = 0
     chunk_moe_recompute: bool = False
     chunk_moe_keep: str = ""
-    chunk_moe_skip_unread: bool = True
+    chunk_moe_skip_unread: bool = False
     chunk_moe_schedule: str = "rolling"
     chunk_moe_backend: str = "auto"
 

@@ -34,15 +34,15 @@ def use() -> None:
         importlib.import_module(PATCH.module)
     if _module is None or _original is not None:
         return
-    from mindspeed_chunk.moe.replay import replaying
+    from mindspeed_chunk.moe.replay import replay_contexts
 
     original = _original = _module.checkpoint
 
     @functools.wraps(original)
-    def checkpoint(function, *args, use_reentrant=None, **kwargs):
+    def checkpoint(*args, use_reentrant=None, **kwargs):
         if use_reentrant is False:
-            kwargs.setdefault("context_fn", replaying(function))
-        return original(function, *args, use_reentrant=use_reentrant, **kwargs)
+            kwargs.setdefault("context_fn", replay_contexts)
+        return original(*args, use_reentrant=use_reentrant, **kwargs)
 
     _module.checkpoint = checkpoint
 

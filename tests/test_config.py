@@ -31,7 +31,7 @@ def test_defaults_mean_one_chunk_rolling():
         "moe_chunk_size": 0,
         "chunk_moe_recompute": False,
         "chunk_moe_keep": "",
-        "chunk_moe_skip_unread": True,
+        "chunk_moe_skip_unread": False,
         "chunk_moe_schedule": "rolling",
         "chunk_moe_backend": "auto",
     }

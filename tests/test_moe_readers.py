@@ -11,7 +11,7 @@ from layer import Case, Layer
 from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.readers import Readers
-from mindspeed_chunk.moe.replay import replaying
+from mindspeed_chunk.moe.replay import replay_contexts
 from mindspeed_chunk.observe import observe
 
 X, OTHER = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
@@ -108,9 +108,9 @@ def step_twice(layer, dispatcher, after):
     inputs = list(leaves.values())
     plain = torch.autograd.grad(block(leaves["x"]), inputs, layer.grad)
     counts = []
-    for _ in range(2):  # the first is watched
+    for _ in range(2):
         with observe() as events:
-            out = checkpoint(block, leaves["x"], use_reentrant=False, context_fn=replaying(block))
+            out = checkpoint(block, leaves["x"], use_reentrant=False, context_fn=replay_contexts)
             again = torch.autograd.grad(out, inputs, layer.grad)
         assert all(map(torch.equal, again, plain))
         kinds = [event.kind for event in events]
@@ -125,3 +125,42 @@ def test_a_recompute_leaves_out_what_nobody_reads():
             read = BLOCKS[name][1]
             exchanges = 6 * chunks if read or not skip else (4 if keep == "input" else 5) * chunks
             assert counts == [(exchanges, 1, 1)] * 2, (name, keep, skip)
+
+
+def other_path(rank, world_size):
+    """A block that reads the output in its second pass only, and makes a second layer call in its third."""
+    case = Case(chunks=2, tokens=(9, 6))
+    layer = Layer(case, rank, world_size)
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2, chunk_moe_skip_unread=True))
+    leaves = layer.leaves(
+        {"x": layer.x, "weight": layer.weight, "fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
+    )
+
+    def block(x, path):
+        y = layer.call(dispatcher, {**leaves, "x": x}, dist.group.WORLD)
+        if path == "read":
+            return x + torch.relu(y)
+        if path == "twice":
+            y = y + layer.call(dispatcher, {**leaves, "x": y}, dist.group.WORLD)
+        return x + y
+
+    inputs = list(leaves.values())
+    for path in ("added", "read", "twice", "added"):
+        plain = torch.autograd.grad(block(leaves["x"], path), inputs, layer.grad)
+        out = checkpoint(block, leaves["x"], path, use_reentrant=False, context_fn=replay_contexts)
+        assert all(map(torch.equal, torch.autograd.grad(out, inputs, layer.grad), plain)), path
+
+
+def test_every_pass_is_judged_by_itself():
+    run_ranks(other_path, 2)
+
+
+def test_what_a_subclass_wraps_counts_as_read():
+    class Wrapper(torch.Tensor):
+        pass
+
+    y = X * 2
+    with Readers() as readers:
+        readers.follow(y, 7)
+        OTHER.as_subclass(Wrapper) + 1
+    assert readers.read == {7}

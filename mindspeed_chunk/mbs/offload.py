@@ -123,7 +123,7 @@ class _Group:
         tensor = tensor.detach()
         if not leaves:
             return _Kept(self.name, tensor)
-        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         saved = self._same.get(key, lambda: None)()
         if saved is None:
             saved = _Saved(self, tensor)

@@ -73,12 +73,11 @@ class ChunkMoEDispatcher(Dispatcher):
         if recalled is None:
             decided = self._plan(arguments)
             out_TH = self._run(arguments, *decided, output=True)
-            write_down(decided, out_TH)
+            write_down(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
             return out_TH
         pending, tokens, route_TK = recalled.entry
         route_TK = self._reroute(arguments, route_TK)
-        output = recalled.output_read or not self.config.chunk_moe_skip_unread
-        return self._run(arguments, pending, tokens, route_TK, output=output)
+        return self._run(arguments, pending, tokens, route_TK, output=recalled.output_needed)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
         """The routes of a recompute. What has changed is added up on the device; the next plan brings it home."""
@@ -223,6 +222,7 @@ class ChunkMoEDispatcher(Dispatcher):
             "moe_chunk_size": config.moe_chunk_size,
             "chunk_moe_schedule": config.chunk_moe_schedule,
             "input kept alone": config.keep == "input",
+            "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
             "num_experts": arguments.num_experts,
             "experts a token": arguments.selected_experts.shape[1],
             "hidden size": arguments.x_TH.shape[1],

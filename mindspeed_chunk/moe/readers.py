@@ -1,4 +1,8 @@
-"""Who reads a tensor: whether the operations that come after may keep something of its values for the backward."""
+"""Who reads a tensor: whether the operations that come after may keep something of its values for the backward.
+
+It sees what goes through torch's dispatcher. A hand-written kernel, or a Function that saves its input and makes a view
+of it, is not seen.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations whose derivatives need none of the values that go in.
-_READ_NOTHING = frozenset(
+_KEEP_NOTHING = frozenset(
     """
     add add_ sub sub_ rsub neg clone copy copy_ to _to_copy detach alias lift_fresh
     view _unsafe_view reshape _reshape_alias as_strided expand squeeze unsqueeze transpose t permute
@@ -31,18 +35,23 @@ class Readers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()
+        self._all: set[int] = set()
         self._labels: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
 
     def follow(self, tensor: torch.Tensor, label: int) -> None:
+        self._all.add(label)
         self._labels.setdefault(tensor.untyped_storage(), set()).add(label)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        labels = set().union(*map(self._of, tree_leaves((args, kwargs))))
+        leaves = tree_leaves((args, kwargs))
+        labels = set().union(*map(self._of, leaves))
+        if any(isinstance(leaf, torch.Tensor) and not _has_storage(leaf) for leaf in leaves):
+            self.read |= self._all  # a subclass (DTensor) may wrap any of them, and what it does inside is not seen
         result = func(*args, **(kwargs or {}))
         if labels:
             name = func._overloadpacket.__name__
             where = name == "where" and len(args) == 3 and not self._of(args[0])
-            if func.namespace != "aten" or not (name in _READ_NOTHING or where):
+            if func.namespace != "aten" or not (name in _KEEP_NOTHING or where):
                 self.read |= labels
             written = [args[0]] if name.endswith("_") else []
             for leaf in (*tree_leaves(result), *written):
@@ -56,5 +65,4 @@ class Readers(TorchDispatchMode):
 
 
 def _has_storage(leaf: Any) -> bool:
-    # a subclass (DTensor) wraps tensors that come by themselves
     return isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter)

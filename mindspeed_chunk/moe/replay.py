@@ -1,21 +1,19 @@
-"""A recompute runs with the routes and the plan of the forward it repeats, and without what nobody reads of it.
+"""A recompute runs with the routes and the plan of the forward it repeats.
 
 Near ties in a router may fall the other way when it runs again; row counts would then differ from what the backward's
 saved tensors and the other ranks expect. So the layer calls under one checkpoint write what they decided on a tape that
 belongs to that checkpoint call alone, and the recompute reads it from the start: no second gather, no second host copy.
 
-    checkpoint(block, x, use_reentrant=False, context_fn=replaying(block))
+    checkpoint(block, x, use_reentrant=False, context_fn=replay_contexts)
 
-What comes after a layer in its block often only adds to its output, and saves nothing of it for the backward. Whether
-that is so is watched once, in the block's first forward; then recomputes leave the output out (`readers.py`).
+On demand the tape also says whose output is read before the block ends (`readers.py`): a recompute may leave the others
+out.
 
 T tokens here, K experts a token.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,18 +24,11 @@ from mindspeed_chunk.moe.readers import Readers
 
 
 @dataclass
-class _Verdict:
-    """`read`: the numbers of the layer calls in a function whose output somebody reads; None: not known yet."""
-
-    read: frozenset[int] | None = None
-
-
-@dataclass
 class _Tape:
-    """What the layer calls under one checkpoint call decided."""
+    """What the layer calls under one checkpoint call decided, and whose output was read, by number; None: unknown."""
 
-    verdict: _Verdict
     entries: list[Any] = field(default_factory=list)
+    read: frozenset[int] | None = None
 
 
 @dataclass
@@ -45,7 +36,7 @@ class Recalled:
     """What a layer call decided in the forward, and whether this recompute of it must give an output."""
 
     entry: Any
-    output_read: bool
+    output_needed: bool
 
 
 class _Context:
@@ -53,9 +44,10 @@ class _Context:
 
     current: ContextVar[_Context | None] = ContextVar("tape", default=None)
 
-    def __init__(self, tape: _Tape, *, replaying: bool, readers: Readers | None = None) -> None:
-        self.tape, self.replaying, self.readers = tape, replaying, readers
+    def __init__(self, tape: _Tape, *, replaying: bool) -> None:
+        self.tape, self.replaying = tape, replaying
         self.position = 0
+        self.readers: Readers | None = None
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
@@ -65,32 +57,30 @@ class _Context:
             self.tape.entries.clear()
         self.outer = _Context.current.get()
         _Context.current.set(self)
-        if self.readers is not None:
-            self.readers.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        if self.readers is not None:
-            self.readers.__exit__(*exception)
+        readers, self.readers = self.readers, None
+        if readers is not None:
+            readers.__exit__(*exception)
             if exception[0] is None:
-                self.tape.verdict.read = frozenset(self.readers.read)
-        _Context.current.set(self.outer)
+                self.tape.read = frozenset(readers.read)
+        if _Context.current.get() is self:
+            _Context.current.set(self.outer)
         self.outer = None
 
+    def write_down(self, entry: Any, out: torch.Tensor, *, follow: bool) -> None:
+        if follow:
+            if self.readers is None:
+                self.readers = Readers()
+                self.readers.__enter__()
+            self.readers.follow(out, len(self.tape.entries))
+        self.tape.entries.append(entry)
 
-_verdicts: weakref.WeakKeyDictionary[Callable, _Verdict] = weakref.WeakKeyDictionary()
 
-
-def replaying(function: Callable) -> Callable[[], tuple[_Context, _Context]]:
-    """The `context_fn` of a non-reentrant checkpoint of `function`, which stays the same object from call to call."""
-
-    def contexts() -> tuple[_Context, _Context]:
-        """For the forward, for its recomputes."""
-        verdict = _verdicts.setdefault(function, _Verdict())
-        watch = verdict.read is None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        tape, readers = _Tape(verdict), Readers() if watch else None
-        return _Context(tape, replaying=False, readers=readers), _Context(tape, replaying=True)
-
-    return contexts
+def replay_contexts() -> tuple[_Context, _Context]:
+    """The `context_fn` of a non-reentrant `torch.utils.checkpoint.checkpoint`: for its forward, for its recomputes."""
+    tape = _Tape()
+    return _Context(tape, replaying=False), _Context(tape, replaying=True)
 
 
 def recall() -> Recalled | None:
@@ -98,24 +88,29 @@ def recall() -> Recalled | None:
     context = _Context.current.get()
     while context is not None:
         if context.replaying:
-            number, entries, read = context.position, context.tape.entries, context.tape.verdict.read
-            if number == len(entries):
+            number, tape = context.position, context.tape
+            if number == len(tape.entries):
                 raise RuntimeError("the recompute of a checkpoint makes more MoE layer calls than its forward made")
             context.position += 1
-            return Recalled(entries[number], read is None or number in read)
+            return Recalled(tape.entries[number], tape.read is None or number in tape.read)
         context = context.outer
     return None
 
 
-def write_down(entry: Any, out: torch.Tensor) -> None:
-    """Keep `entry` for the recomputes of every checkpoint around this layer call, and see who reads its output."""
-    context = _Context.current.get()
+def write_down(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
+    """Keep `entry` for the recomputes of every checkpoint around this layer call.
+
+    Args:
+        out: the layer's output.
+        follow: see who reads it until the block ends.
+    """
+    context, around = _Context.current.get(), []
     while context is not None:
         if not context.replaying:
-            if context.readers is not None:
-                context.readers.follow(out, len(context.tape.entries))
-            context.tape.entries.append(entry)
+            around.append(context)
         context = context.outer
+    for context in reversed(around):  # the watchers are a stack, which the outermost enters first
+        context.write_down(entry, out, follow=follow)
 
 
 def reroute(route_TK: torch.Tensor, kept_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_chunk.mbs.block import ChunkMBS, wrap_blocks
 from mindspeed_chunk.mbs.offload import ActivationOffload
-from mindspeed_chunk.moe.replay import replaying
+from mindspeed_chunk.moe.replay import replay_contexts
 
 
 def wrap_model(config, modules, side_outputs):
@@ -32,5 +32,4 @@ def wrap_model(config, modules, side_outputs):
 
 
 def _recomputed(name, module):
-    forward = module.forward  # one object, by which the checkpoint knows the block again
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=replaying(forward))
+    return partial(checkpoint, module.forward, use_reentrant=False, context_fn=replay_contexts)

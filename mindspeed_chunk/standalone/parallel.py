@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import ModuleDict, ModuleList, Sequential
 
 DEVICE = "cpu"
 
@@ -75,6 +76,11 @@ def hoist_units(block):
     for parent in list(block.modules()):
         for name, unit in list(parent.named_children()):
             if isinstance(unit, FSDPModule):
+                if isinstance(parent, (ModuleDict, ModuleList, Sequential)) or unit.forward is _call:
+                    raise ValueError(
+                        f"parallel.fsdp_plan.apply_modules: a unit {type(unit).__name__}, inside of a block of "
+                        "features.chunkmbs_plan, stands in a container or in two places; leave it out of one of the two"
+                    )
                 # found before the module's own entry of this name, which keeps its place and its parameters their names
                 parent.__dict__[name] = _WithoutHooks(unit)
                 unit.forward = _call
@@ -95,6 +101,8 @@ class _WithoutHooks:
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name):
+        if name == "_unit":  # not there yet, while a copy is being made
+            raise AttributeError(name)
         return getattr(self._unit, name)
 
 
