@@ -274,3 +274,21 @@ def test_changed_while_its_copy_is_under_way():
     with pytest.raises(RuntimeError, match="was changed in place"):
         offload.wrap("other", changing)(rand(ROWS, H).requires_grad_())
     del out
+
+
+def test_a_tensor_changed_between_two_ops_that_save_it_is_two_tensors():
+    """The first op's result is not used any more, so autograd has nothing against the change."""
+
+    class Changing(torch.nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y * y  # saves y as it is now, and is dropped
+            y.add_(1)
+            return y * y
+
+    x = torch.randn(ROWS, H, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(Changing()(x).sum(), x)
+    module = Changing()
+    module.forward = offload_module.ActivationOffload().wrap("changing", module)
+    (got,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(got, expected)

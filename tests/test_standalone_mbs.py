@@ -307,3 +307,29 @@ def test_live_bytes_counts_storages_once():
         assert watch.now == 4000, "a view keeps the whole"
         del view
         assert watch.now == 0 and watch.peak >= 8000
+
+
+def contained(rank, world_size):
+    """A unit in a container, reached past any attribute, and a unit under two names."""
+    from torch.distributed.fsdp import fully_shard
+
+    from mindspeed_chunk.standalone.parallel import hoist_units
+
+    listed = torch.nn.Module()
+    listed.parts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    fully_shard(listed.parts[0])
+    twice = torch.nn.Module()
+    twice.inner, twice.other = torch.nn.Module(), torch.nn.Module()
+    twice.inner.part = twice.other.part = fully_shard(torch.nn.Linear(4, 4))
+    told = []
+    for block in (listed, twice):
+        try:
+            hoist_units(block)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_units_that_cannot_be_gathered_with_their_block_are_refused():
+    (told,) = run_ranks(contained, 1)
+    assert len(told) == 2 and all("stands in a container or in two places" in line for line in told)
