@@ -11,10 +11,9 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.patches import ep_dispatcher, settings
 from mindspeed_chunk.patches.record import Patch, Undo
-
-from mindspeed_chunk.config import ChunkMoEConfig
 
 _PACKAGE = "mindspeed_mm.fsdp.distributed.expert_parallel"
 _NAME = f"{_PACKAGE}.ep_chunkmoe"

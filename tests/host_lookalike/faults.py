@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from mindspeed_chunk.patches import remove
 
 from host_lookalike.ranks import E, H, attempt, build, direct_arguments, plan, run, start
 from layer import distance
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.observe import observe
+from mindspeed_chunk.patches import remove
 
 
 class Stumbling(torch.nn.Module):
@@ -91,11 +91,11 @@ def mcore(rank, world_size):
     """The path that binds the function at import, has its own key and its own group."""
     _, ep_dispatcher = start("master")
     from megatron.core import mpu
-    from mindspeed_chunk.patches import ep_dispatcher as patch
-    from mindspeed_chunk.patches import remove
     from mindspeed_mm.mcore.models.qwen3_5 import modules
 
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+    from mindspeed_chunk.patches import ep_dispatcher as patch
+    from mindspeed_chunk.patches import remove
 
     group, original = mpu.get_expert_model_parallel_group(), ep_dispatcher.ep_forward
 

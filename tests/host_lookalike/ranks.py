@@ -4,13 +4,13 @@ import functools
 
 import torch
 import torch.distributed as dist
-from mindspeed_chunk.patches import install
 from torch.distributed import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import host_lookalike as host
 from layer import distance
 from mindspeed_chunk.observe import observe
+from mindspeed_chunk.patches import install
 
 E, H, WIDTH, K = (
     host.SIZES[name] for name in ("num_experts", "hidden_size", "moe_intermediate_size", "num_experts_per_tok")
