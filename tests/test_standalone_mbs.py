@@ -80,11 +80,14 @@ def test_every_gradient_equals_that_of_one_big_batch(world_size):
             expected = told[compared_with(name)]
             assert told[name]["losses"] == pytest.approx(expected["losses"], rel=1e-6)
             assert told[name]["grads"].keys() == expected["grads"].keys()
+            # the decay of linear attention: small differences of large sums, next to nothing in the first layer
+            scale = {key: grad.abs().max() for key, grad in expected["grads"].items()}
+            for decay in ("A_log", "dt_bias", "in_proj_a.weight"):
+                own = [key for key in scale if key.endswith(decay)]
+                scale |= dict.fromkeys(own, max(scale[key] for key in own))
             for parameter, grad in expected["grads"].items():
-                error = (told[name]["grads"][parameter] - grad).abs().max() / grad.abs().max()
-                # the decay of linear attention: small differences of large sums
-                decay = parameter.endswith(("A_log", "dt_bias", "in_proj_a.weight"))
-                assert error < (3e-4 if decay else 1e-5), (name, parameter, error)
+                error = (told[name]["grads"][parameter] - grad).abs().max() / scale[parameter]
+                assert error < 1e-5, (name, parameter, error)
 
 
 def collectives(rank, world_size, runs):
