@@ -9,12 +9,9 @@ Beside the measured ratio stands what the saved gathers allow: their bytes on th
 
 import argparse
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,8 +23,9 @@ from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.standalone.config import load_config
 from mindspeed_chunk.standalone.prepare import prepare
 from mindspeed_chunk.standalone.train import Trainer
-from mindspeed_chunk.tools.link import LinkError, limited_link
+from mindspeed_chunk.tools.link import LinkError
 from mindspeed_chunk.tools.measure import GATHER, Collectives
+from mindspeed_chunk.tools.ranks import is_rank, launch
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
 RANKS = 2
@@ -42,27 +40,14 @@ def main():
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=11)
     options = parser.parse_args()
-    if "RANK" in os.environ:
+    if is_rank():
         return measure(options)
-    link = limited_link(options.link) if options.link else nullcontext([([], {})] * RANKS)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     try:
-        with link as places:
-            return launch(places)
+        return launch(Path(__file__).stem, sys.argv[1:], RANKS, options.link, {"PYTHONPATH": path})
     except LinkError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def launch(places):
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
-    for rank, (prefix, extra) in enumerate(places):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
-        command = [*prefix, sys.executable, *sys.argv]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **place, "OMP_NUM_THREADS": "1", **extra}))
-    return max(abs(process.wait()) for process in ranks)
 
 
 def measure(options):

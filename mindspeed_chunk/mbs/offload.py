@@ -30,7 +30,6 @@ class HostPool:
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._owned: set[int] = set()
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """A buffer of at least `nbytes` bytes, uint8. It is the caller's until `give`."""
@@ -39,16 +38,10 @@ class HostPool:
         size = -(-nbytes // step) * step
         if self._free[size]:
             return self._free[size].pop()
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        self._owned.add(buffer.data_ptr())
-        return buffer
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
     def give(self, buffer: torch.Tensor) -> None:
         self._free[buffer.numel()].append(buffer)
-
-    def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether these bytes are on the "host", also where device and host are one."""
-        return storage.data_ptr() in self._owned
 
 
 class ActivationOffload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,7 +134,7 @@ class Arguments:
         return None
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """What is called as MindSpeed-MM's `ep_forward`: a subclass says in `_call` what comes of the arguments.
 
     Args:
@@ -204,5 +205,6 @@ class Dispatcher:
         )
         return self._call(arguments)
 
+    @abstractmethod
     def _call(self, arguments: Arguments) -> torch.Tensor:
-        raise NotImplementedError
+        """The output, `[T, H]`."""
