@@ -9,16 +9,17 @@ from mindspeed_chunk.observe import emit
 
 
 class HostCopy:
-    """A tensor on its way to the host. `wait()` returns it there.
+    """A tensor on its way to the host, once `after` is done. `wait()` returns it there.
 
-    The copy is announced when it starts, because that is what a call costs; a CPU tensor is its own host copy.
+    It is announced when it is waited for, because that is what a call costs; a CPU tensor is its own host copy.
     """
 
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        emit("host_copy", name, elements=tensor.numel())
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, name: str, after: Work = DONE) -> None:
+        self._tensor, self._name, self._after = tensor, name, after
 
     def wait(self) -> torch.Tensor:
+        emit("host_copy", self._name, elements=self._tensor.numel())
+        self._after.wait()
         return self._tensor.cpu()
 
 

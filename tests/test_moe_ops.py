@@ -8,6 +8,7 @@ import torch
 from mindspeed_chunk.moe import reference
 from mindspeed_chunk.moe.packing import packed_width, tail
 from mindspeed_chunk.ops import cpu
+from mindspeed_chunk.ops.groups import Groups
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,10 +64,11 @@ COUNTS = [((2, 0, 3), (1, 4, 0)), ((0, 0), (0, 0)), ((3, 1, 2),), ((2,), (5,)), 
 def test_regroup_there_and_back(counts):
     labels = [(s, e, n) for s, row in enumerate(counts) for e, count in enumerate(row) for n in range(count)]
     rows = torch.arange(len(labels), dtype=torch.float32)[:, None].repeat(1, 3)
-    grouped = cpu.regroup(rows, counts)
+    groups = Groups.of(counts)
+    grouped = cpu.regroup(rows, groups)
     expected = sorted(range(len(labels)), key=lambda i: (labels[i][1], labels[i][0], labels[i][2]))
     assert grouped[:, 0].tolist() == expected
-    assert torch.equal(cpu.regroup_backward(grouped, counts), rows)
+    assert torch.equal(cpu.regroup_backward(grouped, groups), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,13 +81,13 @@ def test_grouped_mm_and_its_weight_gradient(dtype, strided, transposed):
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     buffer = torch.full((8, width + 4), float("nan"), dtype=dtype)
-    out = cpu.grouped_mm(rows, weight, rows_per_expert, out=buffer[:, :width] if strided else None)
+    out = cpu.grouped_mm(rows, weight, Groups.of([rows_per_expert]), out=buffer[:, :width] if strided else None)
     grad = torch.randn(8, width, generator=generator).to(dtype)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     total = torch.ones(4, hidden, width, dtype=wide)
     if transposed:
         total = total.transpose(1, 2).contiguous().transpose(1, 2)
-    cpu.grouped_mm_wgrad(rows, grad, rows_per_expert, total)
+    cpu.grouped_mm_wgrad(rows, grad, Groups.of([rows_per_expert]), total)
 
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     start = 0
@@ -136,10 +138,10 @@ def test_packed_rows_carry_a_number_of_any_dtype_and_stay_aligned(rows, number):
 
 @pytest.mark.parametrize("counts", [[[3, 0, 2], [1, 4, 0]], [[5, 2, 1]], [[2], [3]], [[0, 0], [0, 0]]], ids=str)
 def test_products_in_sending_order_are_the_products_put_in_that_order(counts):
-    per_expert = [sum(column) for column in zip(*counts)]
-    rows, weight = torch.randn(sum(per_expert), 4), torch.randn(len(per_expert), 4, 6)
-    expected = cpu.regroup_backward(cpu.grouped_mm(rows, weight, per_expert), counts)
-    assert torch.equal(cpu.grouped_mm_back(rows, weight, counts), expected)
+    groups = Groups.of(counts)
+    rows, weight = torch.randn(groups.num_rows, 4), torch.randn(len(groups.rows_per_expert), 4, 6)
+    expected = cpu.regroup_backward(cpu.grouped_mm(rows, weight, groups), groups)
+    assert torch.equal(cpu.grouped_mm_back(rows, weight, groups), expected)
     strided = torch.full((len(rows), 9), float("nan"))
-    cpu.grouped_mm_back(rows, weight, counts, out=strided[:, :6])
+    cpu.grouped_mm_back(rows, weight, groups, out=strided[:, :6])
     assert torch.equal(strided[:, :6], expected) and strided[:, 6:].isnan().all()

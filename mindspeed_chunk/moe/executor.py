@@ -176,14 +176,12 @@ class _Forward(_Walk):
     def experts(self, c: int) -> None:
         plan, chunk, ops = self._chunk_plan(c), self._chunks[c], self._call.ops
         keep = self._call.keep if self._call.needs.any else "nothing"
-        rows_RH = ops.regroup(chunk.arrived(), plan.counts)
+        rows_RH = ops.regroup(chunk.arrived(), plan.groups)
         if self._call.output:
-            chunk.send, fc1_RF = self._experts.forward(
-                rows_RH, plan.counts, plan.rows_per_expert, keep_fc1=keep == "activations"
-            )
+            chunk.send, fc1_RF = self._experts.forward(rows_RH, plan.groups, keep_fc1=keep == "activations")
         else:
             chunk.in_flight = False
-            fc1_RF = self._experts.fc1(rows_RH, plan.rows_per_expert) if keep == "activations" else None
+            fc1_RF = self._experts.fc1(rows_RH, plan.groups) if keep == "activations" else None
         self.saved += {"nothing": (), "input": (), "rows": (rows_RH,), "activations": (rows_RH, fc1_RF)}[keep]
 
     def unpermute(self, c: int) -> None:
@@ -232,29 +230,30 @@ class _Backward(_Walk):
         if self._x_TH is not None:
             packed_TW[:, self._hidden : self._out_hidden] = self._x_TH[tokens]
         packed_RW = self._call.ops.unpermute_backward(packed_TW, order_R, self._top_k)
-        tail(packed_RW, self._out_hidden, self._weight_TK.dtype).copy_(self._weight_TK[tokens].reshape(-1)[order_R])
+        weight_R = self._call.ops.rows_of(self._weight_TK[tokens], order_R)
+        tail(packed_RW, self._out_hidden, self._weight_TK.dtype).copy_(weight_R)
         self._chunks[c].send = packed_RW
 
     def experts(self, c: int) -> None:
         plan, chunk, call = self._chunk_plan(c), self._chunks[c], self._call
-        packed_RW = call.ops.regroup(chunk.arrived(), plan.counts)
+        packed_RW = call.ops.regroup(chunk.arrived(), plan.groups)
         rows_RH, fc1_RF = self._kept_of(c, packed_RW)
         chunk.operands, weight_grad_R = self._experts.input_grad(
             packed_RW[:, : self._hidden],
             tail(packed_RW, self._out_hidden, self._weight_TK.dtype),
             rows_RH,
             fc1_RF,
-            plan.rows_per_expert,
+            plan.groups,
             call.needs,
             self.activation_totals,
         )
         if call.needs.input:
             back_RW = packed_RW.new_empty((packed_RW.shape[0], packed_width(self._back_hidden, packed_RW.dtype)))
             if call.needs.weights:
-                weight_grad_R = call.ops.regroup_backward(weight_grad_R, plan.counts)
+                weight_grad_R = call.ops.regroup_backward(weight_grad_R, plan.groups)
                 tail(back_RW, self._back_hidden, self._weight_TK.dtype).copy_(weight_grad_R)
             if call.needs.rows:
-                self._experts.rows_grad(chunk.operands, plan.counts, back_RW[:, : self._back_hidden])
+                self._experts.rows_grad(chunk.operands, back_RW[:, : self._back_hidden])
             chunk.send = back_RW
         else:
             chunk.in_flight = False
@@ -279,7 +278,7 @@ class _Backward(_Walk):
             self.x_grad_TH[tokens] = grad_TW[:, : self._hidden]
         if self.weight_grad_TK is not None:
             weight_grad_R = tail(received_RW, self._back_hidden, self._weight_TK.dtype)
-            self.weight_grad_TK[tokens].view(-1)[order_R] = weight_grad_R
+            self._call.ops.rows_of_backward(weight_grad_R, order_R, self.weight_grad_TK[tokens])
 
     def _kept_of(self, c: int, packed_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows at the experts, and fc1's output if it was kept."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+from mindspeed_chunk.ops.groups import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class WeightOperands:
     grad_fc1_RF: torch.Tensor | None
     activated_RI: torch.Tensor | None
     grad_rows_RH: torch.Tensor
-    rows_per_expert: Sequence[int]
+    groups: Groups
 
 
 class Experts:
@@ -65,24 +66,19 @@ class Experts:
     ) -> None:
         self._ops, self._activation, self._fc1_LHF, self._fc2_LIH = ops, activation, fc1_LHF, fc2_LIH
 
-    def fc1(self, rows_RH: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+    def fc1(self, rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
         """`[R, F]`."""
-        return self._ops.grouped_mm(rows_RH, self._fc1_LHF, rows_per_expert)
+        return self._ops.grouped_mm(rows_RH, self._fc1_LHF, groups)
 
     def forward(
-        self,
-        rows_RH: torch.Tensor,
-        counts_SL: Sequence[Sequence[int]],
-        rows_per_expert: Sequence[int],
-        *,
-        keep_fc1: bool,
+        self, rows_RH: torch.Tensor, groups: Groups, *, keep_fc1: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' output `[R, H]` in (source, expert) order, and fc1's `[R, F]` if it is kept."""
-        fc1_RF = self.fc1(rows_RH, rows_per_expert)
+        fc1_RF = self.fc1(rows_RH, groups)
         activated_RI = self._activation(fc1_RF)
         if not keep_fc1:
             fc1_RF = None
-        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, counts_SL), fc1_RF
+        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups), fc1_RF
 
     def input_grad(
         self,
@@ -90,7 +86,7 @@ class Experts:
         weight_R: torch.Tensor,
         rows_RH: torch.Tensor,
         fc1_RF: torch.Tensor | None,
-        rows_per_expert: Sequence[int],
+        groups: Groups,
         needs: Needs,
         activation_totals: Sequence[torch.Tensor],
     ) -> tuple[WeightOperands, torch.Tensor | None]:
@@ -104,35 +100,33 @@ class Experts:
         """
         again = fc1_RF is None
         if again:
-            fc1_RF = self.fc1(rows_RH, rows_per_expert)
+            fc1_RF = self.fc1(rows_RH, groups)
         # a saved tensor stays as it is; one made here gives its place to its gradient
         activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals, reuse=again)
         grad_fc1_RF = weight_grad_R = None
         if needs.input or needs.fc1 or needs.activation:
-            grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), rows_per_expert)
+            grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), groups)
             if needs.weights:
                 weight_grad_R = _row_dot(activated_RI, grad_RI)
             grad_fc1_RF = pullback(grad_RI.mul_(weight_R[:, None]))
         # w goes to the narrower factor of (w b)^T g = b^T (w g)
         scaled_RI = activated_RI.mul_(weight_R[:, None]) if needs.fc2 else None
-        operands = WeightOperands(rows_RH, grad_fc1_RF, scaled_RI, grad_rows_RH, rows_per_expert)
+        operands = WeightOperands(rows_RH, grad_fc1_RF, scaled_RI, grad_rows_RH, groups)
         return operands, weight_grad_R
 
-    def rows_grad(self, operands: WeightOperands, counts_SL: Sequence[Sequence[int]], out_RH: torch.Tensor) -> None:
+    def rows_grad(self, operands: WeightOperands, out_RH: torch.Tensor) -> None:
         """Write the gradient of the rows, from that of fc1's output, in (source, expert) order."""
-        self._ops.grouped_mm_back(operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), counts_SL, out=out_RH)
+        self._ops.grouped_mm_back(operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), operands.groups, out=out_RH)
 
     def weight_grad(
         self, operands: WeightOperands, fc1_total_LHF: torch.Tensor | None, fc2_total_LIH: torch.Tensor | None
     ) -> WeightOperands:
         """Add one chunk's weight gradients to the totals that are given; return what the other one still needs."""
         if fc1_total_LHF is not None:
-            self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.rows_per_expert, fc1_total_LHF)
+            self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.groups, fc1_total_LHF)
             operands = dataclasses.replace(operands, grad_fc1_RF=None)
         if fc2_total_LIH is not None:
-            self._ops.grouped_mm_wgrad(
-                operands.activated_RI, operands.grad_rows_RH, operands.rows_per_expert, fc2_total_LIH
-            )
+            self._ops.grouped_mm_wgrad(operands.activated_RI, operands.grad_rows_RH, operands.groups, fc2_total_LIH)
         return operands
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.dist import all_gather, all_reduce_max, group_rank, group_size
+from mindspeed_chunk.ops.groups import Groups
 
 # Columns beside the E experts: ids below 0, ids of E and above, and padded tokens.
 _EXTRA_COLUMNS = 3
@@ -26,15 +27,13 @@ class ChunkPlan:
         tokens: the chunk's slice of this rank's tokens.
         send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine brings them back.
         recv_splits: rows from each rank, `[ep]`.
-        counts: rows by source rank and local expert, `[ep][L]`.
-        rows_per_expert: their sum over the sources, `[L]`.
+        groups: rows by source rank and local expert, `[ep][L]`.
     """
 
     tokens: slice
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
-    rows_per_expert: tuple[int, ...]
+    groups: Groups
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +115,7 @@ class PendingPlan:
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
         row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
         self._gathered, self._work = all_gather(row, group, "plan")
+        self._copy = HostCopy(self._gathered, "plan", after=self._work)
         self._plan: tuple[ChunkPlan, ...] | None = None
 
     def wait(self) -> tuple[ChunkPlan, ...]:
@@ -125,9 +125,10 @@ class PendingPlan:
             ValueError: on every rank, if a rank's settings differ or an expert id is out of range.
         """
         if self._plan is None:
-            self._work.wait()
-            self._plan = self._read(HostCopy(self._gathered, "plan").wait())
-            del self._gathered, self._work, self._on_disagreement, self._on_rerouted
+            gathered = self._copy.wait()
+            self._work.wait()  # for the device, which reads some of it too
+            self._plan = self._read(gathered)
+            del self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
         return self._plan
 
     def _read(self, gathered: torch.Tensor) -> tuple[ChunkPlan, ...]:
@@ -140,7 +141,7 @@ class PendingPlan:
         if any(rerouted):
             self._on_rerouted({rank: n for rank, n in zip(ranks, rerouted, strict=True) if n})
         columns = num_experts + _EXTRA_COLUMNS
-        counts_RNE = gathered[:, :-2].view(ep, len(self._tokens), columns)
+        counts_RNE = gathered[:, :-2].view(ep, -1, columns)
         invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
@@ -150,10 +151,16 @@ class PendingPlan:
         rank = group_rank(self._group)
         sent_NR = counts_RNE[rank].reshape(-1, ep, local).sum(2).tolist()
         here_NRL = counts_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
-        received_NR, per_expert_NL, here = here_NRL.sum(2).tolist(), here_NRL.sum(1).tolist(), here_NRL.tolist()
+        first = 1 + rank * local
+        on_device_NRL = self._gathered[:, :-2].view(ep, -1, columns)[:, :, first : first + local].transpose(0, 1)
         return tuple(
-            ChunkPlan(tokens, tuple(sent), tuple(received), tuple(map(tuple, counts)), tuple(per_expert))
-            for tokens, sent, received, counts, per_expert in zip(
-                self._tokens, sent_NR, received_NR, here, per_expert_NL, strict=True
+            ChunkPlan(tokens, tuple(sent), tuple(received), Groups(tuple(map(tuple, counts)), on_device_RL))
+            for tokens, sent, received, counts, on_device_RL in zip(
+                self._tokens,
+                sent_NR,
+                here_NRL.sum(2).tolist(),
+                here_NRL.tolist(),
+                on_device_NRL.contiguous().unbind(0),
+                strict=True,
             )
         )

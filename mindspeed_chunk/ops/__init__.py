@@ -2,8 +2,10 @@
 
 A back end is a module with these functions (`cpu.py` says what each takes and returns):
 
-    count, permute, permute_backward, unpermute, unpermute_backward, regroup, regroup_backward,
-    grouped_mm, grouped_mm_back, grouped_mm_wgrad, swiglu, swiglu_backward
+    count, permute, permute_backward, unpermute, unpermute_backward, rows_of, rows_of_backward, regroup,
+    regroup_backward, grouped_mm, grouped_mm_back, grouped_mm_wgrad, swiglu, swiglu_backward
+
+What `permute` returns as the order of the rows is the back end's own: it goes back to the same back end, nowhere else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CPU back end: plain torch, one `mm` an expert, every operation with its backward as a plain function.
 
 R rows routed, T tokens, K experts a token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here.
-`counts` are Python integers, and every row that is only moved is moved bit for bit.
+`Groups` are read on the host, and every row that is only moved is moved bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-Counts = Sequence[Sequence[int]]
+from mindspeed_chunk.ops.groups import Groups
 
 
 def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
@@ -49,31 +49,43 @@ def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int)
     return grad_TH.index_select(0, order_R // top_k)
 
 
-def regroup(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
+def rows_of(value_TK: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
+    """One number a (token, k) pair, `[T, K]`, as one a row, `[T * K]`."""
+    return value_TK.reshape(-1).index_select(0, order_R)
+
+
+def rows_of_backward(value_R: torch.Tensor, order_R: torch.Tensor, out_TK: torch.Tensor) -> None:
+    """The way back: one number a row, `[T * K]`, into the places of their pairs in `out_TK`, which is contiguous."""
+    out_TK.view(-1)[order_R] = value_R
+
+
+def regroup(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
     """From (source, expert) order, as rows arrive, to (expert, source) order, as experts want them.
 
-    Where the two are the same this is `rows_RH` itself.
+    Where the two are the same this is `rows_RH` itself. The rows may be numbers, `[R]`.
     """
-    if len(counts_SL) == 1 or len(counts_SL[0]) == 1:
-        return rows_RH
-    pieces = rows_RH.split([n for counts in counts_SL for n in counts])
-    experts = len(counts_SL[0])
-    return torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]])
+    return rows_RH if groups.in_one_order else _transposed(rows_RH, groups.counts)
 
 
-def regroup_backward(rows_RH: torch.Tensor, counts_SL: Counts) -> torch.Tensor:
+def regroup_backward(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
     """The way back: from (expert, source) order to (source, expert) order."""
-    return regroup(rows_RH, list(zip(*counts_SL, strict=True)))
+    return rows_RH if groups.in_one_order else _transposed(rows_RH, list(zip(*groups.counts, strict=True)))
+
+
+def _transposed(rows_RH: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+    pieces = rows_RH.split([n for row in counts for n in row])
+    columns = len(counts[0])
+    return torch.cat([piece for column in range(columns) for piece in pieces[column::columns]])
 
 
 def grouped_mm(
-    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, rows_per_expert: Sequence[int], out: torch.Tensor | None = None
+    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Each expert's rows times its weight: `[R, F]`, into `out` where one is given (its rows may be strided)."""
     if out is None:
         out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
     start = 0
-    for weight_HF, n in zip(weight_LHF.unbind(0), rows_per_expert, strict=True):
+    for weight_HF, n in zip(weight_LHF.unbind(0), groups.rows_per_expert, strict=True):
         if n:
             torch.mm(rows_RH[start : start + n], weight_HF, out=out[start : start + n])
         start += n
@@ -81,35 +93,32 @@ def grouped_mm(
 
 
 def grouped_mm_back(
-    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, counts_SL: Counts, out: torch.Tensor | None = None
+    rows_RH: torch.Tensor, weight_LHF: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`grouped_mm`, then `regroup_backward`: the products `[R, F]` in (source, expert) order, ready to be sent back.
 
     One expert's products at a time are in the other order, so there are never two buffers of all rows.
     """
-    rows_per_expert = [sum(counts) for counts in zip(*counts_SL, strict=True)]
-    if len(counts_SL) == 1 or len(rows_per_expert) == 1:
-        return grouped_mm(rows_RH, weight_LHF, rows_per_expert, out)
+    if groups.in_one_order:
+        return grouped_mm(rows_RH, weight_LHF, groups, out)
     if out is None:
         out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
-    experts = len(rows_per_expert)
-    places = out.split([n for counts in counts_SL for n in counts])
+    experts = len(groups.rows_per_expert)
+    places = out.split([n for counts in groups.counts for n in counts])
     start = 0
-    for expert, (weight_HF, n) in enumerate(zip(weight_LHF.unbind(0), rows_per_expert, strict=True)):
+    for expert, (weight_HF, n) in enumerate(zip(weight_LHF.unbind(0), groups.rows_per_expert, strict=True)):
         if n:
-            products = (rows_RH[start : start + n] @ weight_HF).split([counts[expert] for counts in counts_SL])
+            products = (rows_RH[start : start + n] @ weight_HF).split([counts[expert] for counts in groups.counts])
             for place, product in zip(places[expert::experts], products, strict=True):
                 place.copy_(product)
         start += n
     return out
 
 
-def grouped_mm_wgrad(
-    rows_RH: torch.Tensor, grad_RF: torch.Tensor, rows_per_expert: Sequence[int], total_LHF: torch.Tensor
-) -> None:
+def grouped_mm_wgrad(rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Groups, total_LHF: torch.Tensor) -> None:
     """Add each expert's rows^T times gradient rows to `total_LHF`, which may be of a wider dtype, or transposed."""
     start = 0
-    for total_HF, n in zip(total_LHF.unbind(0), rows_per_expert, strict=True):
+    for total_HF, n in zip(total_LHF.unbind(0), groups.rows_per_expert, strict=True):
         if n:
             rows_HR, grad_nF = rows_RH[start : start + n].t(), grad_RF[start : start + n]
             if total_HF.dtype == rows_HR.dtype:

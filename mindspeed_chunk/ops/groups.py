@@ -1,0 +1,41 @@
+"""Which rows belong to which expert: what every grouped kernel is told."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows at the experts of one chunk, by source rank and local expert, where Python and where kernels read it.
+
+    Attributes:
+        counts: rows `[S][L]`, S source ranks, L experts here.
+        on_device: the same figures as an int64 tensor `[S, L]`, contiguous, for kernels that read them there.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    on_device: torch.Tensor = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, counts, device: torch.device | str = "cpu") -> Groups:
+        """From figures on the host, which costs a copy to the device."""
+        on_device = torch.tensor(counts, dtype=torch.int64, device=device)
+        return cls(tuple(map(tuple, counts)), on_device)
+
+    @functools.cached_property
+    def rows_per_expert(self) -> tuple[int, ...]:
+        """Their sum over the sources, `[L]`."""
+        return tuple(map(sum, zip(*self.counts, strict=True)))
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return sum(self.rows_per_expert)
+
+    @functools.cached_property
+    def in_one_order(self) -> bool:
+        """(source, expert) order and (expert, source) order are the same."""
+        return len(self.counts) == 1 or len(self.counts[0]) == 1
