@@ -42,6 +42,10 @@ class ChunkMoEConfig:
         own operations: not for blocks with hand-written kernels or Functions behind the layer, nor for ranks whose
         blocks run different operations there.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
+    chunk_moe_lookahead: chunks that "rolling" dispatches ahead of the one whose experts run; each beyond 1 is one more
+        that owns buffers.
+    chunk_moe_overlap_shared_expert: in Qwen3.5's MoE block, compute the shared expert while the first dispatch is on
+        the wire, and its gradients while the last rows travel back.
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
     Raises ConfigError for a value of the wrong type or out of range.
@@ -53,6 +57,8 @@ class ChunkMoEConfig:
     chunk_moe_keep: str = ""
     chunk_moe_skip_unread: bool = False
     chunk_moe_schedule: str = "rolling"
+    chunk_moe_lookahead: int = 1
+    chunk_moe_overlap_shared_expert: bool = False
     chunk_moe_backend: str = "auto"
 
     def __post_init__(self):
@@ -60,6 +66,11 @@ class ChunkMoEConfig:
             _check(field.name, getattr(self, field.name), field.name)
         if self.moe_num_chunks and self.moe_chunk_size:
             _warn_of_both(self.moe_num_chunks, self.moe_chunk_size)
+        if self.chunk_moe_schedule == "pair" and self.chunk_moe_lookahead != 1:
+            raise ConfigError.about(
+                "chunk_moe_lookahead", self.chunk_moe_lookahead, "has no meaning with chunk_moe_schedule: pair",
+                "remove one of the two",
+            )  # fmt: skip
         if self.chunk_moe_recompute and self.chunk_moe_keep not in ("", "rows"):
             raise ConfigError.about(
                 "chunk_moe_keep", self.chunk_moe_keep, "contradicts chunk_moe_recompute: true", "remove one of the two"
@@ -146,7 +157,10 @@ def _check(name, value, path):
     if name in ("moe_num_chunks", "moe_chunk_size"):
         if not _is_integer(value, 0):
             raise ConfigError.about(path, value, "must be an integer >= 0", "use 0 or remove the key to leave it unset")
-    elif name in ("chunk_moe_recompute", "chunk_moe_skip_unread"):
+    elif name == "chunk_moe_lookahead":
+        if not _is_integer(value, 0):
+            raise ConfigError.about(path, value, "must be an integer >= 0", "remove the key to get 1")
+    elif name in ("chunk_moe_recompute", "chunk_moe_skip_unread", "chunk_moe_overlap_shared_expert"):
         if not isinstance(value, bool):
             raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
     elif name == "chunk_moe_keep":

@@ -28,7 +28,7 @@ def apply(module: ModuleType) -> Undo:
         if settings.host_dispatcher_chosen():
             log_once(logging.INFO, f"mindspeed_chunk: {settings.DISPATCHER}=host: the host's own {NAME} runs")
             return original(modules, ep_mesh, plan)
-        return original(modules, ep_mesh, _bind(ep_mesh.get_group(), plan))
+        return original(modules, ep_mesh, _bind(modules, ep_mesh.get_group(), plan))
 
     module.expert_parallelize_modules = expert_parallelize_modules
     rebind("expert_parallelize_modules", original, expert_parallelize_modules, _IMPORTERS)
@@ -40,11 +40,15 @@ def apply(module: ModuleType) -> Undo:
     return undo
 
 
-def _bind(group, plan):
+def _bind(model, group, plan):
     """Send the group's calls to a dispatcher of ours; return the plan that the models shall see."""
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
     config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan))
+    if config.chunk_moe_overlap_shared_expert:
+        from mindspeed_chunk.moe.shared_expert import overlap_shared_expert
+
+        overlap_shared_expert(model)
     # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
     ep_dispatcher.use(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
     recompute.use()

@@ -26,7 +26,7 @@ class Case:
     tokens: one number a rank, reused in turn.
     routing: "random", "balanced", "first" or "last" (all rows to that expert), "one_rank" (all to the last rank's
         experts), "alternate" (token t only to experts of rank t // 2 % ranks, so that ranks are empty in turn).
-    keep: see ChunkMoEConfig.chunk_moe_keep.
+    lookahead, keep: see ChunkMoEConfig.
     frozen: names out of `NAMES` that need no gradient.
     router_dtype: of the router weights, if not the rows'.
     """
@@ -34,6 +34,7 @@ class Case:
     chunks: int = 0
     chunk_size: int = 0
     schedule: str = "rolling"
+    lookahead: int = 1
     keep: str = "activations"
     layout: str = "LHF"
     tokens: tuple[int, ...] = (13, 9)
@@ -57,6 +58,7 @@ class Case:
             moe_chunk_size=self.chunk_size,
             chunk_moe_keep=self.keep,
             chunk_moe_schedule=self.schedule,
+            chunk_moe_lookahead=self.lookahead,
         )
 
 

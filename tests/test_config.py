@@ -33,6 +33,8 @@ def test_defaults_mean_one_chunk_rolling():
         "chunk_moe_keep": "",
         "chunk_moe_skip_unread": False,
         "chunk_moe_schedule": "rolling",
+        "chunk_moe_lookahead": 1,
+        "chunk_moe_overlap_shared_expert": False,
         "chunk_moe_backend": "auto",
     }
 
@@ -76,6 +78,9 @@ def test_keys_are_taken_and_host_keys_left_alone():
         ("chunk_moe_recompute", 1, "must be a boolean"),
         ("chunk_moe_recompute", "true", "must be a boolean"),
         ("chunk_moe_recompute", None, "must be a boolean"),
+        ("chunk_moe_lookahead", -1, "must be an integer >= 0"),
+        ("chunk_moe_lookahead", "1", "must be an integer >= 0"),
+        ("chunk_moe_overlap_shared_expert", "yes", "must be a boolean"),
         ("chunk_moe_schedule", "Rolling", "must be one of rolling, pair"),
         ("chunk_moe_schedule", ["pair"], "must be one of rolling, pair"),
         ("chunk_moe_backend", "tpu", "must be one of auto, cpu, cuda, npu"),

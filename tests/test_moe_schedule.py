@@ -7,6 +7,8 @@ import pytest
 from mindspeed_chunk.config import SCHEDULES
 from mindspeed_chunk.moe.schedule import (
     Action,
+    after_first_dispatch,
+    before_last_unpermutes,
     build,
     collectives,
     parse,
@@ -24,6 +26,12 @@ GOLDEN = {
     ("pair", 3, False): "P0 P1 D0 D1 E0 C0 E1 C1 U0 U1 P2 D2 E2 C2 U2",
     ("pair", 2, True): "P0 P1 D0 D1 E0 C0 E1 C1 W0 W1 U0 U1",
 }
+AHEAD = {
+    (0, False): "P0 D0 E0 C0 P1 D1 E1 C1 U0 P2 D2 E2 C2 U1 U2",
+    (2, False): "P0 D0 P1 D1 P2 D2 E0 C0 E1 C1 U0 E2 C2 U1 U2",
+    (2, True): "P0 D0 P1 D1 P2 D2 E0 C0 W0 E1 U0 C1 W1 E2 U1 C2 W2 U2",
+    (5, False): "P0 D0 P1 D1 P2 D2 E0 C0 E1 C1 U0 E2 C2 U1 U2",
+}
 ALL = list(itertools.product(SCHEDULES, range(1, 12), (False, True)))
 
 
@@ -33,6 +41,27 @@ def test_schedules_read_as_printed(key):
     schedule = build(name, chunks, backward=backward)
     assert render(schedule) == GOLDEN[key]
     assert parse(GOLDEN[key]) == schedule
+
+
+@pytest.mark.parametrize("key", AHEAD, ids=str)
+def test_lookahead_is_how_many_dispatches_come_before_the_experts_of_a_chunk(key):
+    lookahead, backward = key
+    assert render(build("rolling", 3, lookahead=lookahead, backward=backward)) == AHEAD[key]
+    for chunks in range(1, 9):
+        schedule = build("rolling", chunks, lookahead=lookahead, backward=backward)
+        validate(schedule, max_in_flight=lookahead + 1, max_owners=lookahead + 2)
+
+
+def test_a_call_opens_with_the_first_dispatch_and_closes_with_the_last_unpermutes():
+    forward, backward = build("rolling", 3), build("rolling", 3, backward=True)
+    assert render(forward[: after_first_dispatch(forward)]) == "P0 D0"
+    assert render(backward[before_last_unpermutes(backward) :]) == "U2"
+    pair = build("pair", 4, backward=True)
+    assert render(pair[before_last_unpermutes(pair) :]) == "U2 U3"
+    nothing_back = build("rolling", 2, backward=True, drop="CU")
+    assert before_last_unpermutes(nothing_back) == len(nothing_back)
+    nothing_sent = build("rolling", 2, drop="DECU")
+    assert after_first_dispatch(nothing_sent) == len(nothing_sent) == 2
 
 
 @pytest.mark.parametrize("name, chunks, backward", ALL)

@@ -19,7 +19,8 @@ from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
-from mindspeed_chunk.moe.executor import Call, ChunkMoEFunction
+from mindspeed_chunk.moe.executor import Call, Close, Open, Opened
+from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
 from mindspeed_chunk.moe.replay import recall, reroute, write_down
 from mindspeed_chunk.observe import emit
@@ -157,6 +158,7 @@ class ChunkMoEDispatcher(Dispatcher):
         activation = self._activation(arguments)
         call = Call(
             schedule=self.config.chunk_moe_schedule,
+            lookahead=self.config.chunk_moe_lookahead,
             tokens=tokens,
             group=arguments.group,
             ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
@@ -167,16 +169,10 @@ class ChunkMoEDispatcher(Dispatcher):
             keep=self.config.keep,
             output=output,
         )
-        out_TH = ChunkMoEFunction.apply(
-            call,
-            pending,
-            arguments.x_TH,
-            route_TK,
-            arguments.weight_TK(),
-            arguments.fc1,
-            arguments.fc2,
-            *activation.parameters,
-        )
+        opened = Opened(call, pending)
+        token = Open.apply(opened, arguments.x_TH, route_TK, arguments.weight_TK())
+        run_filler()
+        out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:
             return out_TH
@@ -221,6 +217,7 @@ class ChunkMoEDispatcher(Dispatcher):
             "moe_num_chunks": config.moe_num_chunks,
             "moe_chunk_size": config.moe_chunk_size,
             "chunk_moe_schedule": config.chunk_moe_schedule,
+            "chunk_moe_lookahead": config.chunk_moe_lookahead,
             "input kept alone": config.keep == "input",
             "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
             "num_experts": arguments.num_experts,

@@ -1,8 +1,13 @@
-"""Walks a schedule over one layer call, forward and backward, behind one `autograd.Function`.
+"""Walks a schedule over one layer call, forward and backward, behind two nodes of the autograd graph.
 
-The only owner of buffers and work handles. A whole call is one Function, so that the early stop of a checkpoint can
-never end a recompute between two collectives. What the backward needs goes through `ctx.save_for_backward`, where
-checkpoint and offload hooks see it; `ctx` itself keeps host-side values only.
+The only owner of buffers and work handles. `Open` launches the first dispatch, `Close` does the rest. What the caller
+computes between the two hides that dispatch and, because autograd runs nodes in reverse order of their creation, in the
+backward the last combine: there `Close` walks up to it and `Open` waits for it. A token is the edge between them.
+
+What the backward needs goes through `ctx.save_for_backward`, where checkpoint and offload hooks see it. `Close` saves
+all of it: the early stop of a checkpoint then ends a recompute behind the whole call, or, where the call needs no
+backward, before `Close` on every rank. `ctx` keeps host-side values only; tensors pass from node to node within one
+direction, never into the backward of another forward.
 
 T tokens, H hidden, K experts a token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here, W the
 width of a packed row (`packing.py`).
@@ -25,7 +30,7 @@ from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.experts import Experts, Needs, WeightOperands
 from mindspeed_chunk.moe.packing import packed_width, tail
 from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
-from mindspeed_chunk.moe.schedule import Action, build
+from mindspeed_chunk.moe.schedule import Action, Schedule, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
 
 
@@ -34,7 +39,7 @@ class Call:
     """What one layer call is told beside its tensors. Holds none of its own, so the backward may keep it.
 
     Attributes:
-        schedule: name of the schedule, forward and backward.
+        schedule, lookahead: which schedule, forward and backward; see `schedule.build`.
         tokens: each chunk's slice of the tokens.
         compute_dtype: of the rows and the expert matmuls; differs from the inputs' under autocast only.
         transposed: the weights are `[L, F, H]` and `[L, H, I]`.
@@ -43,6 +48,7 @@ class Call:
     """
 
     schedule: str
+    lookahead: int
     tokens: tuple[slice, ...]
     group: dist.ProcessGroup | None
     ops: types.ModuleType
@@ -101,9 +107,9 @@ _METHODS = {
 
 
 class _Walk:
-    """A schedule walked from left to right; a subclass has the method of each kind of action."""
+    """A schedule walked from left to right, in two parts; a subclass has the method of each kind of action."""
 
-    def __init__(self, call: Call, plan: PendingPlan | Sequence[ChunkPlan], top_k: int, *, backward: bool) -> None:
+    def __init__(self, call: Call, plan: PendingPlan, top_k: int, *, backward: bool) -> None:
         self._call, self._plan, self._top_k = call, plan, top_k
         self._chunks = [_Chunk() for _ in call.tokens]
         if backward:
@@ -112,10 +118,19 @@ class _Walk:
             drop = ""
         else:
             drop = "DECU" if call.keep == "input" else "CU"
-        self._schedule = build(call.schedule, len(call.tokens), backward=backward, drop=drop)
+        schedule = build(call.schedule, len(call.tokens), lookahead=call.lookahead, backward=backward, drop=drop)
+        cut = before_last_unpermutes(schedule) if backward else after_first_dispatch(schedule)
+        self._first, self._rest = schedule[:cut], schedule[cut:]
 
-    def run(self) -> None:
-        for action in self._schedule:
+    def start(self) -> None:
+        """Forward: launch the first dispatch. Backward: all but the wait for the last combine."""
+        self._run(self._first)
+
+    def finish(self) -> None:
+        self._run(self._rest)
+
+    def _run(self, actions: Schedule) -> None:
+        for action in actions:
             with _profiled(action):
                 getattr(self, _METHODS[action.kind])(action.chunk)
             if listening():
@@ -125,9 +140,7 @@ class _Walk:
 
     def _chunk_plan(self, c: int) -> ChunkPlan:
         # waits for the host copy the first time: whatever was queued until then did not need it
-        if isinstance(self._plan, PendingPlan):
-            self._plan = self._plan.wait()
-        return self._plan[c]
+        return self._plan.wait()[c]
 
     def dispatch(self, c: int) -> None:
         plan, chunk = self._chunk_plan(c), self._chunks[c]
@@ -155,22 +168,23 @@ class _Forward(_Walk):
         x_TH: torch.Tensor,
         route_TK: torch.Tensor,
         weight_TK: torch.Tensor,
-        experts: Experts,
     ) -> None:
         super().__init__(call, plan, weight_TK.shape[1], backward=False)
-        self._x_TH, self._route_TK, self._weight_TK, self._experts = x_TH, route_TK, weight_TK, experts
+        self.x_TH, self.weight_TK = x_TH, weight_TK
+        self._rows_TH, self._route_TK = x_TH.to(call.compute_dtype), route_TK
+        self._experts: Experts | None = None
         self.orders: list[torch.Tensor] = []
         # NaN where there is no output: whoever reads it against all expectation shall see it
         self.out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
         self.saved: list[torch.Tensor] = []
 
-    @property
-    def plan(self) -> Sequence[ChunkPlan]:
-        return self._plan
+    def finish_with(self, experts: Experts) -> None:
+        self._experts = experts
+        self.finish()
 
     def permute(self, c: int) -> None:
         tokens = self._call.tokens[c]
-        self._chunks[c].send, order_R = self._call.ops.permute(self._x_TH[tokens], self._route_TK[tokens])
+        self._chunks[c].send, order_R = self._call.ops.permute(self._rows_TH[tokens], self._route_TK[tokens])
         self.orders.append(order_R)
 
     def experts(self, c: int) -> None:
@@ -186,7 +200,7 @@ class _Forward(_Walk):
 
     def unpermute(self, c: int) -> None:
         tokens, received_RH = self._call.tokens[c], self._chunks[c].arrived()
-        self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self.orders[c], self._weight_TK[tokens])
+        self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self.orders[c], self.weight_TK[tokens])
 
 
 class _Backward(_Walk):
@@ -197,7 +211,7 @@ class _Backward(_Walk):
     def __init__(
         self,
         call: Call,
-        plan: Sequence[ChunkPlan],
+        plan: PendingPlan,
         grad_TH: torch.Tensor,
         weight_TK: torch.Tensor,
         fc1: torch.Tensor,
@@ -207,7 +221,7 @@ class _Backward(_Walk):
     ) -> None:
         super().__init__(call, plan, weight_TK.shape[1], backward=True)
         needs, self._grad_TH, self._weight_TK, self._x_TH = call.needs, grad_TH, weight_TK, x_TH
-        self._orders, self._kept = saved[: len(plan)], saved[len(plan) :]
+        self._orders, self._kept = saved[: len(call.tokens)], saved[len(call.tokens) :]
         self._hidden = grad_TH.shape[1]
         self._out_hidden = self._hidden * (1 if x_TH is None else 2)
         self._back_hidden = self._hidden if needs.rows else 0
@@ -280,6 +294,11 @@ class _Backward(_Walk):
             weight_grad_R = tail(received_RW, self._back_hidden, self._weight_TK.dtype)
             self._call.ops.rows_of_backward(weight_grad_R, order_R, self.weight_grad_TK[tokens])
 
+    def drop_experts(self) -> None:
+        """Let go of all that the last unpermutes do not read, weights and their gradients first of all."""
+        self._experts = self.fc1_total = self.fc2_total = self._fc1_total_LHF = self._fc2_total_LIH = None
+        self._kept = self.activation_totals = self._x_TH = ()
+
     def _kept_of(self, c: int, packed_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows at the experts, and fc1's output if it was kept."""
         if self._call.keep == "input":
@@ -289,38 +308,81 @@ class _Backward(_Walk):
         return self._kept[2 * c], self._kept[2 * c + 1]
 
 
-class ChunkMoEFunction(torch.autograd.Function):
-    """One layer call: `(call, plan, x_TH, route_TK, weight_TK, fc1, fc2, *activation parameters) -> out_TH`.
+class Opened:
+    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction."""
 
-    The output has the dtype of `weight_TK`. Every rank takes part in every exchange whatever it received; a rank or
-    chunk without rows contributes zero gradients, never `None`.
+    def __init__(self, call: Call, plan: PendingPlan) -> None:
+        self.call, self.plan = call, plan
+        self._walk: _Walk | None = None
+
+    def leave(self, walk: _Walk) -> None:
+        self._walk = walk
+
+    def take(self) -> _Walk:
+        walk, self._walk = self._walk, None
+        return walk
+
+
+class Open(torch.autograd.Function):
+    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue what comes before the first wait, and launch that dispatch.
+
+    The token, `[0]`, goes to `Close`. It needs a gradient if something has to travel back to the tokens.
     """
 
     @staticmethod
-    def forward(ctx, call, pending, x_TH, route_TK, weight_TK, fc1, fc2, *activation_parameters):
+    def forward(ctx, opened, x_TH, route_TK, weight_TK):
+        ctx.opened = opened
         with torch.autocast(x_TH.device.type, enabled=False):
-            walk = _Forward(call, pending, x_TH.to(call.compute_dtype), route_TK, weight_TK, call.experts(fc1, fc2))
-            walk.run()
-        ctx.call, ctx.plan = call, walk.plan
+            walk = _Forward(opened.call, opened.plan, x_TH, route_TK, weight_TK)
+            walk.start()
+        opened.leave(walk)
+        return weight_TK.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, token_grad):
+        walk = ctx.opened.take()
+        with torch.autocast(token_grad.device.type, enabled=False):
+            walk.finish()
+        return None, walk.x_grad_TH, None, walk.weight_grad_TK
+
+
+class Close(torch.autograd.Function):
+    """`(opened, token, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
+
+    The output has the dtype of the router weights. Every rank takes part in every exchange whatever it received; a rank
+    or chunk without rows contributes zero gradients, never `None`.
+    """
+
+    @staticmethod
+    def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
+        call, walk = opened.call, opened.take()
+        with torch.autocast(fc1.device.type, enabled=False):
+            walk.finish_with(call.experts(fc1, fc2))
+        ctx.opened = opened
         if call.needs.any:
             # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
-            x_TH = x_TH if call.keep == "input" else None
-            ctx.save_for_backward(weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
+            x_TH = walk.x_TH if call.keep == "input" else None
+            ctx.save_for_backward(walk.weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
         return walk.out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TH):
-        call = ctx.call
+        opened = ctx.opened
         weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
         with torch.autocast(grad_TH.device.type, enabled=False):
-            walk = _Backward(call, ctx.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
-            walk.run()
+            walk = _Backward(opened.call, opened.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
+            del saved, x_TH
+            walk.start()
         weight_grads = [
             None if total is None else total.to(weight.dtype)
             for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
         ]
-        return None, None, walk.x_grad_TH, None, walk.weight_grad_TK, *weight_grads, *walk.activation_totals
+        activation_grads = walk.activation_totals
+        walk.drop_experts()
+        opened.leave(walk)
+        return None, weight_TK.new_empty(0), *weight_grads, *activation_grads
 
 
 def _total(weight: torch.Tensor) -> torch.Tensor:

@@ -38,11 +38,12 @@ Schedule = tuple[Action, ...]
 
 
 @functools.cache
-def build(name: str, num_chunks: int, *, backward: bool = False, drop: str = "") -> Schedule:
+def build(name: str, num_chunks: int, *, lookahead: int = 1, backward: bool = False, drop: str = "") -> Schedule:
     """The schedule `name` for `num_chunks` chunks.
 
-    * "rolling": chunk c+1 is dispatched before the experts of chunk c run, through to the end. Only the first
-      dispatch and the last combine have nothing to hide behind.
+    * "rolling": chunk c + lookahead is dispatched before the experts of chunk c run, through to the end. With 1, only
+      the first dispatch and the last combine have nothing to hide behind, three chunks own buffers at most, and each
+      one more ahead is one more that does. With 0, nothing is dispatched ahead: a combine alone is hidden.
     * "pair": two chunks overlap with each other, then the next two; nothing overlaps across pairs.
 
     Args:
@@ -56,16 +57,17 @@ def build(name: str, num_chunks: int, *, backward: bool = False, drop: str = "")
         raise ValueError(f"num_chunks: {num_chunks}: a schedule has at least one chunk")
     if name not in SCHEDULES:
         raise ValueError(f"schedule: {name!r}: must be one of {', '.join(SCHEDULES)}")
-    text = _rolling(num_chunks, backward=backward) if name == "rolling" else _pair(num_chunks)
+    text = _rolling(num_chunks, lookahead, backward=backward) if name == "rolling" else _pair(num_chunks)
     dropped = drop if backward else drop + "W"
     return tuple(action for action in map(_parse_action, text) if action.kind not in dropped)
 
 
-def _rolling(num_chunks: int, *, backward: bool) -> Iterable[str]:
-    yield from ("P0", "D0")
-    for c in range(num_chunks):
-        if c + 1 < num_chunks:
-            yield from (f"P{c + 1}", f"D{c + 1}")
+def _rolling(num_chunks: int, lookahead: int, *, backward: bool) -> Iterable[str]:
+    for c in range(-lookahead, num_chunks):
+        if c + lookahead < num_chunks:
+            yield from (f"P{c + lookahead}", f"D{c + lookahead}")
+        if c < 0:
+            continue
         yield f"E{c}"
         # the previous chunk's rows are back by now; in the backward, where the operands of W are held beside them, they
         # go before this chunk's combine takes room
@@ -83,6 +85,16 @@ def _pair(num_chunks: int) -> Iterable[str]:
             yield from (f"E{c}", f"C{c}")
         yield from (f"W{c}" for c in chunks)
         yield from (f"U{c}" for c in chunks)
+
+
+def after_first_dispatch(schedule: Schedule) -> int:
+    """How many actions come before the first thing to wait for: what opens a call."""
+    return next((i + 1 for i, action in enumerate(schedule) if action.kind == "D"), len(schedule))
+
+
+def before_last_unpermutes(schedule: Schedule) -> int:
+    """How many actions there are before those that only wait for the last combines: what is left closes a call."""
+    return max((i + 1 for i, action in enumerate(schedule) if action.kind != "U"), default=0)
 
 
 def render(schedule: Schedule) -> str:

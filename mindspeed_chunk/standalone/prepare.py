@@ -6,6 +6,7 @@ import torch
 
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.moe.shared_expert import overlap_shared_expert
 from mindspeed_chunk.standalone.config import Config
 from mindspeed_chunk.standalone.data import VOCABULARY, PackedText
 from mindspeed_chunk.standalone.model import Modules, build_model, find_modules, read_model_config
@@ -32,7 +33,10 @@ def prepare(config):
     model_config = read_model_config(config, VOCABULARY)
     data = PackedText(config.sequence_length, config.training.seed)
     model = build_model(config, model_config)
-    return Prepared(config, model, find_modules(model, config), data)
+    modules = find_modules(model, config)
+    if config.ep.dispatcher == "chunkmoe" and config.chunk_moe.chunk_moe_overlap_shared_expert:
+        overlap_shared_expert(model)
+    return Prepared(config, model, modules, data)
 
 
 def open_metrics(config):
