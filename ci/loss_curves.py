@@ -64,6 +64,8 @@ RUNS = {
     "pair": (chunkmoe(chunk_moe_schedule="pair"), "alltoall"),
     "recompute of experts": (chunkmoe(chunk_moe_recompute="true"), "alltoall"),
     "input kept alone": (chunkmoe(chunk_moe_keep="input"), "alltoall"),
+    "shared expert overlapped": (chunkmoe(chunk_moe_overlap_shared_expert="true"), "alltoall"),
+    "two chunks ahead": (chunkmoe(chunk_moe_lookahead=2), "alltoall"),
     "unread output of recomputes skipped": (chunkmoe(chunk_moe_skip_unread="true"), "alltoall"),
     "alltoall, no balance": (PLAIN + LINEAR, None),
     "alltoall, accumulation 4, no balance": (PLAIN + LINEAR + ACCUMULATION_4, "alltoall, no balance"),

@@ -218,6 +218,8 @@ def test_what_is_kept():
     assert ChunkMoEConfig(chunk_moe_recompute=True).keep == "rows"
     assert ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="rows").keep == "rows"
     assert ChunkMoEConfig(chunk_moe_keep="input").keep == "input"
+    with pytest.raises(ConfigError, match="chunk_moe_lookahead: 2: has no meaning with chunk_moe_schedule: pair"):
+        ChunkMoEConfig(chunk_moe_schedule="pair", chunk_moe_lookahead=2)
     with pytest.raises(ConfigError, match="chunk_moe_keep: 'input': contradicts chunk_moe_recompute: true"):
         ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="input")
     with pytest.raises(ConfigError, match="parallel.ep_plan.chunk_moe_keep: 'row': must be one of activations, rows"):

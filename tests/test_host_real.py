@@ -76,6 +76,7 @@ def assert_same_training(host, name, chunks, common, **how):
         ("N=2", N2),
         ("N=4", N4),
         ("moe_chunk_size=100", {f"{PLAN}.moe_num_chunks": None, f"{PLAN}.moe_chunk_size": 100}),
+        ("N=4, shared expert overlapped", {**N4, f"{PLAN}.chunk_moe_overlap_shared_expert": True}),
         ("N=4, recompute", {**N4, f"{PLAN}.chunk_moe_recompute": True}),
     ],
 )

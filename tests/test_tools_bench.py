@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.observe import emit, observe
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_layer, bench_report, link, ranks
 from mindspeed_chunk.tools.bench_cases import CaseError, InPieces, build, names_of, parse
 
@@ -147,7 +148,9 @@ def test_overhead_command(tmp_path):
         (("--cases", "rolling"), "case 'rolling': must be rolling or pair with a number of chunks"),
         (("--cases", "rolling:0"), "case 'rolling:0'"),
         (("--cases", "spiral:4"), "case 'spiral:4'"),
-        (("--cases", "rolling:4:half"), "memory mode 'half': this version has keep, recompute"),
+        (("--cases", "rolling:4:fill"), "--cases: fill needs --shared-expert"),
+        (("--cases", "pair:4:ahead2"), "case 'pair:4:ahead2': chunk_moe_lookahead: 2: has no meaning"),
+        (("--cases", "rolling:4:half"), "mode 'half': this version has keep, recompute"),
         (("--experts", "5"), "--experts 5: must be a multiple of --ranks 2"),
         (("--top-k", "9"), "--top-k 9: there are 4 experts"),
         (("--ranks", "1"), "--ranks: must be at least 2"),
@@ -242,8 +245,26 @@ def test_names_of_cases(monkeypatch, tmp_path):
 
 def test_a_memory_mode_needs_its_setting(monkeypatch):
     monkeypatch.setitem(bench_cases._MODES, "later", {"chunk_moe_of_a_later_version": 1})
-    with pytest.raises(CaseError, match="memory mode 'later': this version has keep, recompute"):
+    with pytest.raises(CaseError, match="mode 'later': this version has keep, recompute"):
         parse("rolling:4:later")
+
+
+def with_a_shared_expert(rank, world_size, options):
+    layer = bench_layer.Layer(options, dist.group.WORLD)
+    errors = layer.check([build("rolling:2"), build("rolling:2:fill"), build("rolling:2:ahead2")])
+    told, shared = [], layer._shared_expert
+    layer._shared_expert = lambda: emit("shared", "expert") or shared()
+    for name in ("rolling:2", "rolling:2:fill"):
+        with observe() as events:
+            layer.run(build(name))
+        told.append([e.name for e in events if e.kind in ("action", "shared")][:3])
+    return errors, told
+
+
+def test_a_shared_expert_runs_before_the_layer_or_fills_it():
+    for errors, told in run_ranks(with_a_shared_expert, 2, layer_options("--shared-expert", "8")):
+        assert max(errors.values()) < 1e-5
+        assert told == [["expert", "P0", "D0"], ["P0", "D0", "expert"]]
 
 
 def test_routings(tmp_path):

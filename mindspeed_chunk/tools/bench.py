@@ -50,6 +50,8 @@ def main() -> int:
         parser.error(problem)
     try:
         names = bench_cases.names_of(options.cases)
+        if any(name.endswith(":fill") for name in names) and not options.shared_expert:
+            raise CaseError("--cases: fill needs --shared-expert, the width of what fills")
         if is_rank():
             return _rank_main(options, names)
         environment = bench_host.ENVIRONMENT if bench_cases.uses_host(names) else {}

@@ -2,6 +2,8 @@
 
 rolling:4               a schedule and a number of chunks; activations are kept
 rolling:4:recompute     the same in another memory mode: keep, recompute or dispatch
+rolling:4:fill          with --shared-expert, that expert runs while the first and the last rows travel, not before
+rolling:4:ahead2        two chunks are dispatched ahead of the experts; ahead0: none
 rolling:1:pieces        one chunk whose all-to-alls are sent as several of at most 2 MB
 alltoall                the plain dispatcher of this package
 host:alltoall           MindSpeed-MM's `ep_forward`; host:allgather is its other dispatcher
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mindspeed_chunk.config import SCHEDULES, ChunkMoEConfig
+from mindspeed_chunk.config import SCHEDULES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.tools import bench_host
@@ -34,6 +36,12 @@ _MODES: dict[str, dict[str, object]] = {
     "keep": {},
     "recompute": {"chunk_moe_recompute": True},
     "dispatch": {"chunk_moe_keep": "input"},
+}
+# what else a name may ask for; not part of "all"
+_VARIANTS: dict[str, dict[str, object]] = {
+    "fill": {},
+    "ahead0": {"chunk_moe_lookahead": 0},
+    "ahead2": {"chunk_moe_lookahead": 2},
 }
 _ALL_CHUNKS = (1, 2, 4, 8)
 _SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:recompute")
@@ -49,11 +57,13 @@ class Case(NamedTuple):
     Attributes:
         dispatch: takes the arguments of MindSpeed-MM's `ep_forward`.
         around: what must be active during forward and backward.
+        fills: a shared expert is handed to the layer call.
     """
 
     name: str
     dispatch: Callable[..., torch.Tensor]
     around: AbstractContextManager
+    fills: bool = False
 
 
 class Parsed(NamedTuple):
@@ -65,14 +75,15 @@ class Parsed(NamedTuple):
 
 
 def memory_settings(mode: str) -> dict[str, object]:
-    """The settings of ChunkMoEConfig that a memory mode stands for.
+    """The settings of ChunkMoEConfig that a memory mode, or a variant, stands for.
 
     Raises:
-        CaseError: naming the modes of this version.
+        CaseError: naming those of this version.
     """
-    if mode not in _modes_here():
-        raise CaseError(f"memory mode {mode!r}: this version has {', '.join(_modes_here())}")
-    return _MODES[mode]
+    known = [*_modes_here(), *_VARIANTS]
+    if mode not in known:
+        raise CaseError(f"mode {mode!r}: this version has {', '.join(known)}")
+    return (_MODES | _VARIANTS)[mode]
 
 
 def _modes_here() -> list[str]:
@@ -95,8 +106,12 @@ def parse(name: str) -> Parsed | None:
             f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks and maybe a memory mode, such as "
             f"rolling:4 or rolling:4:recompute, or one of {PIECES}, alltoall, {', '.join(bench_host.CASES)}, all"
         )
-    memory_settings(mode)
-    return Parsed(schedule, int(chunks), mode)
+    parsed = Parsed(schedule, int(chunks), mode)
+    try:
+        _config(parsed)
+    except ConfigError as error:
+        raise CaseError(f"case {name!r}: {error}") from None
+    return parsed
 
 
 def names_of(text: str | None) -> list[str]:
@@ -122,7 +137,7 @@ def uses_host(names: list[str]) -> bool:
 def build(name: str) -> Case:
     parsed = parse(name)
     if parsed is not None:
-        return Case(name, _chunked(parsed), nullcontext())
+        return Case(name, _chunked(parsed), nullcontext(), fills=parsed.mode == "fill")
     if name == PIECES:
         return Case(name, _chunked(Parsed("rolling", 1, "keep")), InPieces(PIECE_BYTES))
     if name == "alltoall":
@@ -144,9 +159,13 @@ def _every() -> list[str]:
     ]
 
 
-def _chunked(parsed: Parsed) -> ChunkMoEDispatcher:
+def _config(parsed: Parsed) -> ChunkMoEConfig:
     settings = {"moe_num_chunks": parsed.chunks, "chunk_moe_schedule": parsed.schedule, **memory_settings(parsed.mode)}
-    return ChunkMoEDispatcher(ChunkMoEConfig(**settings))
+    return ChunkMoEConfig(**settings)
+
+
+def _chunked(parsed: Parsed) -> ChunkMoEDispatcher:
+    return ChunkMoEDispatcher(_config(parsed))
 
 
 class InPieces:

@@ -13,14 +13,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.tools.bench_cases import Case, build
 from mindspeed_chunk.tools.measure import LiveBytes
 
 # relative to the largest value: sums in another order
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 5e-2}
-_RESULTS = ("the output", "the gradient of x", "that of the router weights", "that of fc1", "that of fc2")
+_RESULTS = ("the output", *(f"the gradient of {name}" for name in ("x", "the router weights", "fc1", "fc2")))
+_SHARED = ("the gradient of the shared expert's first weight", "that of its second")
 _POPULARITY_SEED = 1
 _MEMORY_PASSES = 3
 _SETTLE_S = 0.01
@@ -61,6 +64,13 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "a popularity list, the same on all ranks, with chances as 1 / n^EXPONENT (default exponent: 1); or a FILE of "
         "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it decides on tokens and top-k",
     )
+    parser.add_argument(
+        "--shared-expert",
+        type=int,
+        default=0,
+        metavar="WIDTH",
+        help="beside the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
+    )
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
 
@@ -69,6 +79,8 @@ def problem_of(options: argparse.Namespace) -> str | None:
     """What is wrong with the layer's options, in one line, or None. A recorded routing sets its tokens and top-k."""
     if options.ranks < 2:
         return "--ranks: must be at least 2, or there is nothing to send"
+    if options.shared_expert < 0:
+        return "--shared-expert: must be at least 0"
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k"):
         if getattr(options, name) < 1:
             return f"--{name.replace('_', '-')}: must be at least 1"
@@ -147,16 +159,29 @@ class Layer:
         self.weight_TK = normal(tokens, top_k)
         self.fc1_LHF = normal(local, hidden, 2 * width, scale=hidden**-0.5)
         self.fc2_LIH = normal(local, width, hidden, scale=width**-0.5)
+        shared = options.shared_expert
+        self.shared = (normal(hidden, 2 * shared, scale=hidden**-0.5), normal(shared, hidden)) if shared else ()
         self.grad_TH = normal(tokens, hidden).detach()
         self.unit = tokens * top_k * hidden * self.x_TH.element_size()
 
     def forward(self, case: Case) -> torch.Tensor:
-        return case.dispatch(
-            self.num_experts, self.weight_TK, self.index_TK, self.x_TH, self.fc1_LHF, self.fc2_LIH, self.group
-        )
+        shared = Filler(self._shared_expert)
+        if self.shared and not case.fills:
+            shared.run()
+        with shared if self.shared else contextlib.nullcontext():
+            routed_TH = case.dispatch(
+                self.num_experts, self.weight_TK, self.index_TK, self.x_TH, self.fc1_LHF, self.fc2_LIH, self.group
+            )
+        return routed_TH + shared.result() if self.shared else routed_TH
+
+    def _shared_expert(self) -> torch.Tensor:
+        up_HF, down_FH = self.shared
+        gate_TI, up_TI = (self.x_TH @ up_HF).chunk(2, dim=-1)
+        return (F.silu(gate_TI) * up_TI) @ down_FH
 
     def backward(self, out_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out_TH, (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH), self.grad_TH)
+        inputs = (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH, *self.shared)
+        return torch.autograd.grad(out_TH, inputs, self.grad_TH)
 
     def run(self, case: Case) -> tuple[torch.Tensor, ...]:
         """The output and, unless only the forward is asked for, all gradients."""
@@ -177,7 +202,7 @@ class Layer:
         for case in cases:
             found = self._most([_distance(got, want) for got, want in zip(self.run(case), expected, strict=True)])
             errors[case.name] = max(found)
-            for what, error in zip(_RESULTS, found, strict=False):
+            for what, error in zip((*_RESULTS, *_SHARED), found, strict=False):
                 if not error <= self.tolerance:
                     raise ValuesDiffer(f"{case.name}: {what} is off the plain dispatcher's by {error:.1e} of the most")
         return errors
