@@ -14,8 +14,8 @@ import torch.distributed as dist
 from launcher import run_ranks
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.observe import emit, observe
-from mindspeed_chunk.tools import bench_cases, bench_host, bench_layer, bench_report, link, ranks
-from mindspeed_chunk.tools.bench_cases import CaseError, InPieces, build, names_of, parse
+from mindspeed_chunk.tools import bench_host, bench_layer, bench_report, link, ranks
+from mindspeed_chunk.tools.bench_cases import InPieces, build, names_of, parse
 
 SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
 
@@ -62,7 +62,7 @@ def on_ranks(rank, world_size, options):
             out = super().__call__(*args)
             return out * 1.01 if dist.get_rank() == 1 else out
 
-    good = [build("rolling:4"), build("pair:2:recompute"), build("alltoall")]
+    good = [build("rolling:4"), build("pair:2:rows"), build("alltoall")]
     errors = layer.check(good)
     try:
         layer.check([good[0]._replace(name="broken", dispatch=Broken())])
@@ -89,14 +89,14 @@ def test_pieces_move_the_same_bytes_in_smaller_messages(found_on_ranks):
 
 def test_good_cases_pass_and_a_wrong_value_of_one_rank_is_refused_on_all(found_on_ranks):
     for _, _, _, errors, message, *_ in found_on_ranks:
-        assert list(errors) == ["rolling:4", "pair:2:recompute", "alltoall"] and max(errors.values()) < 1e-5
+        assert list(errors) == ["rolling:4", "pair:2:rows", "alltoall"] and max(errors.values()) < 1e-5
         assert message.startswith("broken: the output is off the plain dispatcher's by ")
 
 
 def test_residency_and_traffic_are_the_same_figures_on_all_ranks(found_on_ranks):
     (*_, memory, traffic), (*_, other_memory, other_traffic) = found_on_ranks
     assert memory == other_memory and traffic == other_traffic
-    assert memory["pair:2:recompute"][0] < memory["rolling:4"][0] < memory["alltoall"][0]
+    assert memory["pair:2:rows"][0] < memory["rolling:4"][0] < memory["alltoall"][0]
     assert all(kept < peak for kept, peak in memory.values())
     assert traffic.exchanges == 16 and traffic.sent > 0
 
@@ -104,7 +104,7 @@ def test_residency_and_traffic_are_the_same_figures_on_all_ranks(found_on_ranks)
 def test_command_writes_what_it_prints(tmp_path):
     record, picture = tmp_path / "record.json", tmp_path / "record.png"
     drawing = ("--png", str(picture)) if importable("matplotlib") else ()
-    cases = "rolling:1,rolling:1:pieces,alltoall,rolling:2,pair:2,rolling:2:recompute"
+    cases = "rolling:1,rolling:1:pieces,alltoall,rolling:2,pair:2,rolling:2:rows"
     answer = bench("--repeats", "3", "--cases", cases, "--json", str(record), *drawing)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(record.read_text())
@@ -150,7 +150,7 @@ def test_overhead_command(tmp_path):
         (("--cases", "spiral:4"), "case 'spiral:4'"),
         (("--cases", "rolling:4:fill"), "--cases: fill needs --shared-expert"),
         (("--cases", "pair:4:ahead2"), "case 'pair:4:ahead2': chunk_moe_lookahead: 2: has no meaning"),
-        (("--cases", "rolling:4:half"), "mode 'half': this version has keep, recompute"),
+        (("--cases", "rolling:4:half"), "mode 'half': must be one of activations, rows, input"),
         (("--experts", "5"), "--experts 5: must be a multiple of --ranks 2"),
         (("--top-k", "9"), "--top-k 9: there are 4 experts"),
         (("--ranks", "1"), "--ranks: must be at least 2"),
@@ -229,24 +229,18 @@ def test_rates_are_those_of_tc():
 
 def test_names_of_cases(monkeypatch, tmp_path):
     monkeypatch.delenv(bench_host.HOME, raising=False)
-    assert parse("rolling:4") == ("rolling", 4, "keep")
-    assert parse("pair:2:recompute") == ("pair", 2, "recompute")
+    assert parse("rolling:4") == ("rolling", 4, "activations")
+    assert parse("pair:2:rows") == ("pair", 2, "rows")
     assert parse("alltoall") is parse("rolling:1:pieces") is None
     assert names_of("rolling:2,alltoall,rolling:2") == ["rolling:2", "alltoall"]
     assert names_of(None)[:3] == ["rolling:1", "rolling:1:pieces", "alltoall"]
     everything = names_of("all")
-    assert {"pair:8", "rolling:8:recompute", "rolling:1"} <= set(everything) and "pair:1" not in everything
+    assert {"pair:8", "rolling:8:rows", "rolling:1"} <= set(everything) and "pair:1" not in everything
     with pytest.raises(bench_host.HostError, match="host:alltoall, host:allgather: set MINDSPEED_MM_HOME"):
         names_of("host:alltoall")
     monkeypatch.setenv(bench_host.HOME, str(tmp_path))
     with pytest.raises(bench_host.HostError, match="there is no package mindspeed_mm in it"):
         names_of("host:alltoall")
-
-
-def test_a_memory_mode_needs_its_setting(monkeypatch):
-    monkeypatch.setitem(bench_cases._MODES, "later", {"chunk_moe_of_a_later_version": 1})
-    with pytest.raises(CaseError, match="mode 'later': this version has keep, recompute"):
-        parse("rolling:4:later")
 
 
 def with_a_shared_expert(rank, world_size, options):

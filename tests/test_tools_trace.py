@@ -157,11 +157,11 @@ def test_files_of_a_record(records, tmp_path):
 
 def test_command_writes_its_files(tmp_path):
     prefix = tmp_path / "layer"
-    words = [*SIZES, "--case", "pair:2:recompute", "--calls", "1", "--out", str(prefix)]
+    words = [*SIZES, "--case", "pair:2:rows", "--calls", "1", "--out", str(prefix)]
     command = [sys.executable, "-m", "mindspeed_chunk.tools", "trace", *words]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
-    assert "pair:2:recompute" in answer.stdout and "1, backward" in answer.stdout
+    assert "pair:2:rows" in answer.stdout and "1, backward" in answer.stdout
     check_page((tmp_path / "layer.html").read_text())
     names = {
         event["name"] for event in check_chrome(json.loads((tmp_path / "layer.json").read_text())["traceEvents"], 2)

@@ -1,7 +1,7 @@
 """The cases of the layer benchmark, by their names.
 
 rolling:4               a schedule and a number of chunks; activations are kept
-rolling:4:recompute     the same in another memory mode: keep, recompute or dispatch
+rolling:4:rows          the same with another chunk_moe_keep: rows or input
 rolling:4:fill          with --shared-expert, that expert runs while the first and the last rows travel, not before
 rolling:4:ahead2        two chunks are dispatched ahead of the experts; ahead0: none
 rolling:1:pieces        one chunk whose all-to-alls are sent as several of at most 2 MB
@@ -12,7 +12,6 @@ all                     every schedule, 1, 2, 4 and 8 chunks, every memory mode
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mindspeed_chunk.config import SCHEDULES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.tools import bench_host
@@ -31,20 +30,14 @@ PIECES = "rolling:1:pieces"
 PIECE_BYTES = 2 * 2**20
 # what other cases are compared with, where it takes part
 BASELINES = ("rolling:1", PIECES, "alltoall", *bench_host.CASES)
-# settings of each memory mode: keep the activations; keep the dispatched rows; keep the layer's input alone
-_MODES: dict[str, dict[str, object]] = {
-    "keep": {},
-    "recompute": {"chunk_moe_recompute": True},
-    "dispatch": {"chunk_moe_keep": "input"},
-}
-# what else a name may ask for; not part of "all"
+# what a case's name may ask for beside a value of chunk_moe_keep; not part of "all"
 _VARIANTS: dict[str, dict[str, object]] = {
     "fill": {},
     "ahead0": {"chunk_moe_lookahead": 0},
     "ahead2": {"chunk_moe_lookahead": 2},
 }
 _ALL_CHUNKS = (1, 2, 4, 8)
-_SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:recompute")
+_SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:rows")
 
 
 class CaseError(ValueError):
@@ -74,22 +67,11 @@ class Parsed(NamedTuple):
     mode: str
 
 
-def memory_settings(mode: str) -> dict[str, object]:
-    """The settings of ChunkMoEConfig that a memory mode, or a variant, stands for.
-
-    Raises:
-        CaseError: naming those of this version.
-    """
-    known = [*_modes_here(), *_VARIANTS]
+def _mode_settings(mode: str) -> dict[str, object]:
+    known = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
     if mode not in known:
-        raise CaseError(f"mode {mode!r}: this version has {', '.join(known)}")
-    return (_MODES | _VARIANTS)[mode]
-
-
-def _modes_here() -> list[str]:
-    """Those whose settings this version has."""
-    known = {field.name for field in dataclasses.fields(ChunkMoEConfig)}
-    return [mode for mode, settings in _MODES.items() if settings.keys() <= known]
+        raise CaseError(f"mode {mode!r}: must be one of {', '.join(known)}")
+    return known[mode]
 
 
 def parse(name: str) -> Parsed | None:
@@ -100,11 +82,12 @@ def parse(name: str) -> Parsed | None:
     """
     if name in ("alltoall", PIECES, *bench_host.CASES):
         return None
-    schedule, chunks, mode = [*name.split(":"), "keep"][:3] if name.count(":") in (1, 2) else ("", "", "")
+    schedule, chunks, mode = [*name.split(":"), KEEPS[0]][:3] if name.count(":") in (1, 2) else ("", "", "")
     if schedule not in SCHEDULES or not chunks.isdecimal() or int(chunks) < 1:
         raise CaseError(
-            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks and maybe a memory mode, such as "
-            f"rolling:4 or rolling:4:recompute, or one of {PIECES}, alltoall, {', '.join(bench_host.CASES)}, all"
+            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks and maybe a value of "
+            f"chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {PIECES}, alltoall, "
+            f"{', '.join(bench_host.CASES)}, all"
         )
     parsed = Parsed(schedule, int(chunks), mode)
     try:
@@ -139,7 +122,7 @@ def build(name: str) -> Case:
     if parsed is not None:
         return Case(name, _chunked(parsed), nullcontext(), fills=parsed.mode == "fill")
     if name == PIECES:
-        return Case(name, _chunked(Parsed("rolling", 1, "keep")), InPieces(PIECE_BYTES))
+        return Case(name, _chunked(Parsed("rolling", 1, KEEPS[0])), InPieces(PIECE_BYTES))
     if name == "alltoall":
         return Case(name, AllToAllDispatcher(), nullcontext())
     return Case(name, bench_host.load(name), nullcontext())
@@ -151,8 +134,8 @@ def _baselines_here() -> list[str]:
 
 def _every() -> list[str]:
     return [
-        f"{schedule}:{chunks}" + ("" if mode == "keep" else f":{mode}")
-        for mode in _modes_here()
+        f"{schedule}:{chunks}" + ("" if mode == KEEPS[0] else f":{mode}")
+        for mode in KEEPS
         for schedule in SCHEDULES
         for chunks in _ALL_CHUNKS
         if chunks > 1 or schedule == SCHEDULES[0]  # with one chunk all schedules are the same
@@ -160,7 +143,7 @@ def _every() -> list[str]:
 
 
 def _config(parsed: Parsed) -> ChunkMoEConfig:
-    settings = {"moe_num_chunks": parsed.chunks, "chunk_moe_schedule": parsed.schedule, **memory_settings(parsed.mode)}
+    settings = {"moe_num_chunks": parsed.chunks, "chunk_moe_schedule": parsed.schedule, **_mode_settings(parsed.mode)}
     return ChunkMoEConfig(**settings)
 
 

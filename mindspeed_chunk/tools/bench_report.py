@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mindspeed_chunk
+from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
@@ -241,5 +242,5 @@ def _curves(measured: list[Measured]) -> dict[str, list[tuple[int, Measured]]]:
             for found, each in parsed
             if found.mode == mode and (found.schedule == schedule or found.chunks == 1)
         ]
-        curves[schedule if mode == "keep" else f"{schedule}, {mode}"] = sorted(points, key=lambda point: point[0])
+        curves[schedule if mode == KEEPS[0] else f"{schedule}, {mode}"] = sorted(points, key=lambda point: point[0])
     return curves
