@@ -149,6 +149,14 @@ def test_keys_without_effect_are_named_in_one_warning():
     assert told == ["without effect in this trainer: tools, parallel.fsdp_plan.hook_modules, training.adam_fused"]
 
 
+def test_a_misspelt_key_is_named_with_the_one_it_nearly_is():
+    _, told = load_config(YAML, ["training.micro_batchsize=4", "features.enable_chunk_mb=true"], 2)
+    names = "features.enable_chunk_mb (or enable_chunk_mbs?), training.micro_batchsize (or micro_batch_size?)"
+    assert len(told) == 1 and set(told[0].removeprefix("without effect in this trainer: ").split(", ")) == set(
+        names.split(", ")
+    )
+
+
 def test_chunk_keys_with_another_dispatcher():
     plan = "parallel.ep_plan"
     _, told = load_config(YAML, [f"{plan}.dispatcher=alltoall"], 2)

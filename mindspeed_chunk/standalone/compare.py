@@ -48,12 +48,14 @@ def table(runs):
     base = [record["loss"] for record in next(iter(runs.values()))]
     result = Table(
         caption="Largest difference: relative, of one iteration's losses, to the first run. Step: median. "
-        "All-to-alls and host copies: of one MoE layer and micro batch (forward+recompute+backward).",
+        "All-to-alls, and copies from the device that are waited for: of one MoE layer and micro batch "
+        "(forward+recompute+backward). Ranks that share a machine's cores have no wire to hide, so more chunks only "
+        "take longer there.",
         caption_justify="left",
     )
     result.add_column("run", overflow="fold")
     # 80 columns are enough for these
-    for heading in ("first\nloss", "last\nloss", "largest\ndifference", "step\n(ms)", "all-to-alls", "host\ncopies"):
+    for heading in ("first\nloss", "last\nloss", "largest\ndifference", "step\n(ms)", "all-to-alls", "device\ncopies"):
         result.add_column(heading, justify="right", no_wrap=True)
     for name, records in runs.items():
         losses = [record["loss"] for record in records]

@@ -1,5 +1,6 @@
 """Reading a yaml key by key: types checked, errors of one line, and a record of what nobody asked for."""
 
+import difflib
 from dataclasses import MISSING, field, fields
 
 import yaml
@@ -54,8 +55,13 @@ class Section:
         self._used.update(keys)
 
     def unused(self):
-        own = [self.at(name) for name in self.mapping if name not in self._used]
+        """Paths of keys that nobody asked for, each with the key that it nearly is, if there is one."""
+        own = [self.at(name) + self._meant(str(name)) for name in self.mapping if name not in self._used]
         return own + [name for child in self._children for name in child.unused()]
+
+    def _meant(self, name):
+        near = difflib.get_close_matches(name, map(str, self._used), n=1, cutoff=0.85)
+        return f" (or {near[0]}?)" if near else ""
 
 
 def integer(minimum):
