@@ -76,12 +76,12 @@ class Append:
         text, last = document.text, value.value[-1]
         end = last.end_mark.index
         if value.flow_style:
-            return f"{text[:end]}, {_written(self.item)}{text[end:]}"
+            return f"{text[:end]}, {_written([self.item])[1:-1]}{text[end:]}"
         # behind what else stands in the last item's line
         end = text.find("\n", end)
         end = len(text) if end < 0 else end
         dash = text.rfind("\n", 0, last.start_mark.index) + 1
-        return f"{text[:end]}\n{text[dash : last.start_mark.index]}{self.item}{text[end:]}"
+        return f"{text[:end]}\n{text[dash : last.start_mark.index]}{_written(self.item)}{text[end:]}"
 
 
 Edit = Rename | Set | Remove | Append

@@ -97,6 +97,7 @@ SECTIONS = {
         "ring_attention_size": integer,
         "ulysses_parallel_size": integer,
         "kvallgather_parallel_size": anything,
+        "context_parallel_size": anything,  # in stock yamls, and without effect
         "expert_parallel_size": integer,
         "expert_fully_shard_parallel_size": optional(integer),
         "expert_data_parallel_size": anything,
