@@ -115,6 +115,14 @@ def test_an_edit_changes_nothing_else(edit, old, new):
     assert old in text and made.text == text.replace(old, new)
 
 
+def test_line_ends_stay_as_they_are():
+    text = "a:\r\n  block:\r\n    - x # why\r\n  key: 1\r\n"
+    made = apply(Document(text, "x.yaml"), Append("a.block", "*.y"))
+    assert made.text == text.replace("# why\r\n", "# why\r\n    - '*.y'\r\n")
+    assert apply(made, Remove("a.key")).text == made.text.replace("  key: 1\r\n", "")
+    assert apply(Document("a:\n- x", "x.yaml"), Append("a", "y")).text == "a:\n- x\n- y"
+
+
 def test_an_edit_that_would_change_more_is_not_made():
     document = Document(ANCHORS, "anchors.yaml")
     for edit in (Set("base.a", 5), Append("three.names", "y"), Remove("one.a"), Rename("none.at.all", "x"),

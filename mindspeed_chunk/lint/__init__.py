@@ -25,12 +25,8 @@ def check(document: Document, world: int | None = None, devices_per_node: int = 
     except ValueError as error:
         raise Unreadable(f"{document.name}:{document.line(error.path)}: {error}") from None
     found = [
-        Finding(rule.id, rule.severity, problem.error.path, document.line(problem.error.path), *problem_parts(problem))
+        Finding(rule.id, rule.severity, error.path, document.line(error.path), str(error), edits)
         for rule in RULES
-        for problem in rule.find(subject)
+        for error, edits in rule.find(subject)
     ]
     return sorted(found, key=lambda finding: finding.line)
-
-
-def problem_parts(problem) -> tuple[str, tuple]:
-    return str(problem.error), problem.edits

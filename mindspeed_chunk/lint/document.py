@@ -51,7 +51,8 @@ class Document:
     @classmethod
     def read(cls, path: Path) -> Document:
         try:
-            text = path.read_text(encoding="utf-8")
+            with path.open(encoding="utf-8", newline="") as file:  # line ends as they are, for a corrected copy
+                text = file.read()
         except OSError as error:
             raise Unreadable(f"{path}: cannot be read: {error.strerror}; give the path of a yaml file") from None
         except UnicodeDecodeError as error:

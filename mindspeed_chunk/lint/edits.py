@@ -7,12 +7,15 @@ change more, and is not made.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import yaml
 
 from mindspeed_chunk.lint.document import Document, Unreadable
+
+_LINE_END = re.compile(r"\r?\n|$")
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ class Append:
         if value.flow_style:
             return f"{text[:end]}, {_written([self.item])[1:-1]}{text[end:]}"
         # behind what else stands in the last item's line
-        end = text.find("\n", end)
-        end = len(text) if end < 0 else end
-        dash = text.rfind("\n", 0, last.start_mark.index) + 1
-        return f"{text[:end]}\n{text[dash : last.start_mark.index]}{_written(self.item)}{text[end:]}"
+        line_end = _LINE_END.search(text, end)
+        end, line = line_end.start(), text.rfind("\n", 0, last.start_mark.index) + 1
+        dash = text[line : last.start_mark.index]
+        return "".join((text[:end], line_end.group() or "\n", dash, _written(self.item), text[end:]))
 
 
 Edit = Rename | Set | Remove | Append
@@ -99,7 +102,7 @@ def apply(document: Document, edit: Edit) -> Document | None:
     try:
         edit.on_data(parent, key)
         made = Document(edit.on_text(document), document.name)
-    except (Unreadable, IndexError, TypeError, AttributeError):
+    except (Unreadable, IndexError, TypeError, AttributeError, RecursionError):
         return None
     return made if made.data == meant else None
 

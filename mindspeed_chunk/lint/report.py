@@ -57,6 +57,6 @@ def difference(before: Document, after: Document, name: str) -> str:
 
 
 def markdown() -> str:
-    """The table of rules, for docs/lint.md; a rule can be fixed if one of its findings can."""
+    """The table of rules, for docs/lint.md."""
     rows = ["| rule | severity | what it says |", "|---|---|---|"]
     return "\n".join([*rows, *(f"| `{rule.id}` | {rule.severity} | {rule.says} |" for rule in RULES)])

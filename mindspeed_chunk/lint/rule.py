@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,3 +84,18 @@ def problems(check: Callable, *arguments: object, edits: Iterable[Edit] = ()) ->
         check(*arguments)
     except ConfigError as error:
         yield Problem(error, tuple(edits))
+
+
+def read_leniently(read: Callable, plan: Mapping, path: str) -> tuple[object, list[ConfigError]]:
+    """What `read(plan)` makes of the plan once its wrong keys are left out, or None; and what it said of each."""
+    plan, wrong = dict(plan), []
+    while True:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is worth a warning is a rule of its own
+                return read(plan), wrong
+        except ConfigError as error:
+            if any(error.path == other.path for other in wrong):
+                return None, wrong
+            wrong.append(error)
+            plan.pop(error.path.removeprefix(f"{path}."), None)

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.lint.edits import Append, Set
-from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
 
 _SIZE = f"{PLAN}.chunk_mbs"
+# Each with the place that it has in MindSpeed-MM 26.0.
+_SWITCHES = (
+    ("features.recompute", "parallel.recompute"),
+    ("features.enable_activation_offload", "model.activation_offload_plan"),
+)
 _MICRO, _VALIDATION = "training.micro_batch_size", "training.val_micro_batch_size"
 
 
@@ -20,14 +25,8 @@ def asked(subject: Subject) -> bool:
 
 def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
     """The settings without what is wrong with them, one wrong key after the other; and all that is wrong."""
-    plan, wrong = dict(subject.get(PLAN, {})), []
-    while True:
-        try:
-            return checks.read_config(plan), wrong
-        except ConfigError as error:
-            wrong.append(error)
-            if plan.pop(error.path.rpartition(".")[2], None) in (None, []):
-                return ChunkMBSConfig(), wrong  # without blocks there is nothing more to say
+    config, wrong = read_leniently(checks.read_config, subject.get(PLAN, {}), PLAN)
+    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to say
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
@@ -37,16 +36,11 @@ def settings(subject: Subject) -> Iterator[Problem]:
 
 def inner(subject: Subject) -> checks.Inner:
     """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
-    old = subject.get("parallel.recompute", False) or subject.get("model.activation_offload_plan") is not None
-    if old and not subject.get("features.recompute", False):  # MindSpeed-MM 26.0
-        switches = {
-            "parallel.recompute": subject.get("parallel.recompute", False),
-            "model.activation_offload_plan": subject.get("model.activation_offload_plan") is not None,
-        }
-    else:
-        keys = ("features.recompute", "features.enable_activation_offload")
-        switches = {key: subject.get(key, False) for key in keys}
-    return {key: subject.get(checks.names_key(key), []) if on else None for key, on in switches.items()}
+    found = {}
+    for key, old in _SWITCHES:
+        switch = old if subject.get(old) and not subject.get(key, False) else key
+        found[switch] = subject.get(checks.names_key(switch), []) if subject.get(switch) else None
+    return found
 
 
 def units(subject: Subject) -> Mapping[str, list[str]]:
@@ -74,7 +68,11 @@ def covered(subject: Subject) -> Iterator[Problem]:
 def memory(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
         switches = [switch for switch, patterns in inner(subject).items() if patterns is None]
-        edits = (Set(switch, True) for switch in switches if subject.document.find(switch))
+        # only where it is plain for which modules
+        ready = [
+            switch for switch in switches if subject.get(checks.names_key(switch)) and subject.document.find(switch)
+        ]
+        edits = (Set(switch, True) for switch in ready)
         yield from problems(checks.check_memory, inner(subject), edits=edits)
 
 

@@ -14,6 +14,8 @@ from mindspeed_chunk.lint.rules_mbs import inner
 from mindspeed_chunk.mbs.checks import BLOCKS, names_key
 from mindspeed_chunk.names import Pattern
 
+# What MindSpeed-MM's own classes add to those of transformers: multi-token prediction.
+_HOST_ONLY = ("mtp",)
 _FOLDER = "model.model_name_or_path"
 
 
@@ -54,7 +56,7 @@ def unmatched(subject: Subject) -> Iterator[Problem]:
     names = _names(subject)
     shapes = {re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", name) for name in names if name}
     for path, pattern in _patterns(subject) if names else ():
-        if not any(map(pattern.matches, names)):
+        if pattern.text.split(".")[0] not in _HOST_ONLY and not any(map(pattern.matches, names)):
             near = difflib.get_close_matches(pattern.text, sorted(shapes), n=1, cutoff=0.0)
             way_out = f"the nearest one is {near[0]}" if near else "correct or remove it"
             rule = f"matches no module of {subject.get(_FOLDER)} as transformers builds it"
@@ -95,6 +97,6 @@ RULES = (
     Rule("chunk-mbs-order", ERROR, "Blocks of ChunkMBS stand inside of one another, or of a recomputed or offloaded "
          "module. Needs the model.", order),
     Rule("unmatched-name", WARNING, "A name of a list matches no module of the model, built on the meta device by "
-         "transformers (MindSpeed-MM's own class may have more modules). Needs the model.", unmatched),
+         "transformers. `mtp`, which only MindSpeed-MM's own classes have, is left out. Needs the model.", unmatched),
     Rule("model-not-checked", NOTE, "What needs the model was not checked, and why.", not_checked),
 )  # fmt: skip

@@ -5,13 +5,12 @@ Letters: T tokens of a call on this rank, K top-k, E experts of the model, L = E
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import BACKENDS, KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove, Set
-from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME, PLAN, SIZE
 
@@ -24,30 +23,19 @@ def asked(subject: Subject) -> bool:
     return subject.get(DISPATCHER) == NAME
 
 
-def _plan(subject: Subject) -> Mapping[str, object]:
-    return subject.get(PLAN, {})
-
-
-def _read(plan: Mapping[str, object]) -> tuple[ChunkMoEConfig, list[ConfigError]]:
-    """The settings without what is wrong with them, one wrong key after the other; and all that is wrong."""
-    plan, wrong = dict(plan), []
-    while True:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that both sizes are set is a rule of its own
-                return ChunkMoEConfig.from_mapping(plan, PLAN), wrong
-        except ConfigError as error:
-            wrong.append(error)
-            del plan[error.path.rpartition(".")[2]]
+def _read(subject: Subject) -> tuple[ChunkMoEConfig, list[ConfigError]]:
+    """The settings without what is wrong with them; and all that is wrong."""
+    config, wrong = read_leniently(ChunkMoEConfig.from_mapping, subject.get(PLAN, {}), PLAN)
+    return config or ChunkMoEConfig(), wrong
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        yield from map(Problem, _read(_plan(subject))[1])
+        yield from map(Problem, _read(subject)[1])
 
 
 def both_sizes(subject: Subject) -> Iterator[Problem]:
-    told = _read(_plan(subject))[0].both_sizes
+    told = _read(subject)[0].both_sizes
     if told:
         yield Problem(ConfigError(f"{CHUNK_SIZE}: {told}", CHUNK_SIZE), (Remove(CHUNK_SIZE),))
 
@@ -63,9 +51,8 @@ def exchange(subject: Subject) -> Iterator[Problem]:
 
 
 def effect(subject: Subject) -> Iterator[Problem]:
-    plan = _plan(subject)
-    if _read(plan)[0] != ChunkMoEConfig():
-        ours = [key for key in plan if str(key).startswith(KEY_PREFIXES)]
+    if _read(subject)[0] != ChunkMoEConfig():
+        ours = [key for key in subject.get(PLAN) if str(key).startswith(KEY_PREFIXES)]
         yield from problems(checks.check_effect, ours, subject.get(DISPATCHER, "alltoall"))
 
 
@@ -100,26 +87,23 @@ def back_end(subject: Subject) -> Iterator[Problem]:
     name = subject.get(f"{PLAN}.chunk_moe_backend", "auto")
     if not asked(subject) or name == "auto" or name not in BACKENDS:
         return
-    import torch
-
-    from mindspeed_chunk import ops
+    from mindspeed_chunk import ops  # imports torch
 
     try:
-        ops.resolve(name, torch.device(name))
-    except (ValueError, RuntimeError) as error:
-        path = f"{PLAN}.chunk_moe_backend"
-        yield Problem(ConfigError(f"{PLAN}.{error}", path))
+        ops.check_available(name, name)
+    except ValueError as error:
+        yield Problem(ConfigError(f"{PLAN}.{error}", f"{PLAN}.chunk_moe_backend"))
 
 
 def two_chunks(subject: Subject) -> Iterator[Problem]:
-    config = _read(_plan(subject))[0]
+    config = _read(subject)[0]
     if asked(subject) and config.moe_num_chunks == 2 and config.keep != "activations":
         rule = f"keeping only the {config.keep} asks for memory, and two chunks are resident at once, so the peak stays"
         yield Problem(ConfigError.about(CHUNKS, 2, rule, "use 4 or more"), (Set(CHUNKS, 4),))
 
 
 def collective(subject: Subject) -> Iterator[Problem]:
-    config = _read(_plan(subject))[0]
+    config = _read(subject)[0]
     if asked(subject) and config.moe_chunk_size and not config.moe_num_chunks:
         rule = "costs one more collective and host copy a call, in which ranks agree on the number of chunks"
         yield Problem(ConfigError.about(CHUNK_SIZE, config.moe_chunk_size, rule, "moe_num_chunks needs none"))
@@ -138,7 +122,7 @@ def tokens(subject: Subject) -> int | None:
 
 
 def few_rows(subject: Subject) -> Iterator[Problem]:
-    config, ep = _read(_plan(subject))[0], subject.get(SIZE, 1)
+    config, ep = _read(subject)[0], subject.get(SIZE, 1)
     k, experts = model_config.top_k(subject.text_config), model_config.num_experts(subject.text_config)
     most = tokens(subject)
     if not asked(subject) or not most or not k or not experts or ep < 2:

@@ -93,7 +93,8 @@ def _fix(options: argparse.Namespace, document: Document, found: list) -> str | 
             print(f"{options.config}: nothing that --fix corrects; no file written")
         return None
     try:
-        path.write_text(made.text, encoding="utf-8")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(made.text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}; give another file") from None
     if not options.json:
