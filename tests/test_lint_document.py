@@ -138,6 +138,7 @@ def test_a_corrected_file_keeps_all_other_characters():
     text = spoilt(
         ("dispatcher: chunkmoe", "dispatchr: chunkmoe"),
         ("moe_num_chunks: 4", "moe_num_chunks: 4\n    moe_chunk_size: 9"),
+        ("chunk_mbs: 2", "chunk_mb: 2"),
         (', "model.language_model.layers.{*}"', ""), ("drop_last: true", "drop_last: false"),
     )  # fmt: skip
     document = Document(text, "x.yaml")

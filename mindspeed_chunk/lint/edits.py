@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import yaml
@@ -92,19 +91,17 @@ Edit = Rename | Set | Remove | Append
 
 def apply(document: Document, edit: Edit) -> Document | None:
     """The corrected document; None where the edit cannot be made, or would change anything else."""
-    meant = _unshared(document.data)
     *parents, key = edit.path.split(".")
-    parent = meant
-    for segment in parents:
-        parent = parent.get(segment) if isinstance(parent, Mapping) else None
-    if not isinstance(parent, dict) or key not in parent:
-        return None
     try:
+        meant = parent = _unshared(document.data)
+        for segment in parents:
+            parent = parent[segment]
         edit.on_data(parent, key)
         made = Document(edit.on_text(document), document.name)
-    except (Unreadable, IndexError, TypeError, AttributeError, RecursionError):
+        return made if made.data == meant else None
+    # no such place, text that says something else, or a yaml that holds itself
+    except (KeyError, IndexError, TypeError, AttributeError, Unreadable, RecursionError):
         return None
-    return made if made.data == meant else None
 
 
 def _unshared(data: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mindspeed_chunk.config import KEY_PREFIXES, ConfigError
 from mindspeed_chunk.lint import keys
@@ -32,17 +32,29 @@ def _refused_anyway(subject: Subject, section: str, key: str) -> bool:
     return section == "features.chunkmbs_plan" and subject.get("features.enable_chunk_mbs", False)
 
 
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """The known key that is meant; None where none is so near that there can be no doubt."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+    return near[0] if near else None
+
+
+def respelt(path: str, known: Collection[str], present: Collection[str]) -> tuple[Rename, ...]:
+    """The correction of an unknown key at the path, in a section where `present` stand."""
+    key = path.rpartition(".")[2]
+    near = None if key in known else nearest(key, known)
+    return () if near is None or near in present else (Rename(path, near),)
+
+
 def misspelt(subject: Subject) -> Iterator[Problem]:
     for section, key, path in _unknown(subject):
         if key in keys.HOMES or _refused_anyway(subject, section, key):
             continue
-        near = difflib.get_close_matches(key, keys.keys_of(section), n=1, cutoff=_NEAR)
+        known, present = keys.keys_of(section), subject.get(section) if section else subject.settings
+        near = nearest(key, known)
         if near:
-            rule, way_out = "unknown key, which MindSpeed-MM takes without a word", f"the nearest one is {near[0]}"
-            taken = near[0] in (subject.get(section) if section else subject.settings)
-            edits = () if taken else (Rename(path, near[0]),)
-            value = subject.get(path)
-            yield Problem(ConfigError.about(path, value, rule, way_out), edits)
+            rule, way_out = "unknown key, which MindSpeed-MM takes without a word", f"the nearest one is {near}"
+            error = ConfigError.about(path, present[key], rule, way_out)
+            yield Problem(error, respelt(path, known, present))
 
 
 def misplaced(subject: Subject) -> Iterator[Problem]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.lint.edits import Append, Set
+from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
+from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
 
@@ -31,7 +33,9 @@ def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
 
 def settings(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        yield from map(Problem, _read(subject)[1])
+        plan = subject.get(PLAN, {})
+        for error in _read(subject)[1]:
+            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
 
 
 def inner(subject: Subject) -> checks.Inner:

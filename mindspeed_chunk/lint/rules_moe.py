@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import BACKENDS, KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove, Set
+from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
+from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME, PLAN, SIZE
 
@@ -31,7 +33,9 @@ def _read(subject: Subject) -> tuple[ChunkMoEConfig, list[ConfigError]]:
 
 def settings(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        yield from map(Problem, _read(subject)[1])
+        plan = subject.get(PLAN)
+        for error in _read(subject)[1]:
+            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
 
 
 def both_sizes(subject: Subject) -> Iterator[Problem]:
