@@ -22,13 +22,15 @@ def module_names(folder: Path) -> list[str]:
         raise CannotBuild(f"{error.name} is not installed") from None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            # imports the model's module, which is not to happen on the meta device
             cls = getattr(transformers, (config.architectures or [""])[0], None)
             if cls is None:
                 raise CannotBuild(f"transformers {transformers.__version__} has no {config.architectures}")
-            return [name for name, _ in cls(config).named_modules()]
+            with torch.device("meta"):
+                return [name for name, _ in cls(config).named_modules()]
     except CannotBuild:
         raise
     except Exception as error:  # a config that transformers cannot use fails in many ways
