@@ -143,8 +143,16 @@ def test_a_seeded_mistake_is_found(name, clean):
     assert not [finding for finding in clean if finding.rule == rule]
     line = text.splitlines()[found[0].line - 1]
     keys = path.split(".")
-    there = Document(text, "seeded").find(path) is not None
-    assert line.strip().startswith(f"{keys[-1]}:") or f"{{{keys[-1]}:" in line or f" {keys[-1]}:" in line or not there
+    if rule in ("wildcard", "unmatched-name"):
+        assert line == f"      {changes[0][1]}  # the last one", "not the line of the item"
+    elif Document(text, "seeded").find(path) is not None:
+        assert f" {keys[-1]}:" in f" {line}" or f"{{{keys[-1]}:" in line
+
+
+def test_one_mistake_is_told_once():
+    """A wildcard that cannot be read stands in the way of other rules, too."""
+    text = spoilt((f"hook_modules:\n      - {LAYERS}.{{*}}", f"hook_modules:\n      - {LAYERS}.{{x}}"))
+    assert [finding.rule for finding in find(text)] == ["wildcard"]
 
 
 def test_every_rule_has_a_seed_or_says_why_not():

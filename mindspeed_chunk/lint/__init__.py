@@ -6,7 +6,7 @@ from mindspeed_chunk.lint import rules_batch, rules_keys, rules_mbs, rules_model
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.lint.rule import Finding, Subject
 
-RULES = (*rules_keys.RULES, *rules_moe.RULES, *rules_batch.RULES, *rules_mbs.RULES, *rules_model.RULES)
+RULES = (*rules_keys.RULES, *rules_model.RULES, *rules_moe.RULES, *rules_batch.RULES, *rules_mbs.RULES)
 # A yaml without any of them belongs to another trainer of the host, or is none of a trainer.
 FSDP2_SECTIONS = ("parallel", "features", "training")
 
@@ -24,9 +24,10 @@ def check(document: Document, world: int | None = None, devices_per_node: int = 
         raise
     except ValueError as error:
         raise Unreadable(f"{document.name}:{document.line(error.path)}: {error}") from None
-    found = [
-        Finding(rule.id, rule.severity, error.path, document.line(error.path), str(error), edits)
-        for rule in RULES
-        for error, edits in rule.find(subject)
-    ]
-    return sorted(found, key=lambda finding: finding.line)
+    found: dict[str, Finding] = {}
+    for rule in RULES:
+        for error, edits, item in rule.find(subject):
+            line = document.line(error.path, item)
+            # the first rule to say it is the one whose matter it is
+            found.setdefault(str(error), Finding(rule.id, rule.severity, error.path, line, str(error), edits))
+    return sorted(found.values(), key=lambda finding: finding.line)

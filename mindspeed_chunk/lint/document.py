@@ -70,12 +70,14 @@ class Document:
             key, node = found[-1]
         return key, node
 
-    def line(self, path: str) -> int:
-        """Where the key stands, from 1; where it does not, the nearest one around it that does."""
+    def line(self, path: str, item: str = "") -> int:
+        """Where the key stands, or an item of its list, from 1; where it does not, the nearest key around it."""
         while path and self.find(path) is None:
             path = path.rpartition(".")[0]
-        key, _ = self.find(path)
-        return key.start_mark.line + 1
+        key, value = self.find(path)
+        items = value.value if item and isinstance(value, yaml.SequenceNode) else ()
+        found = next((node for node in items if node.value == item), key)
+        return found.start_mark.line + 1
 
 
 def _refuse_doubles(root: yaml.Node | None, name: str) -> None:

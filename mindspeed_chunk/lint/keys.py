@@ -1,8 +1,8 @@
 """The keys that rules read, with the types that the host gives them, and the other keys of the same sections.
 
 A key that is not here is left alone: every section of the host admits extra keys. Types are read as leniently as the
-host's pydantic reads them ("2" is 2); those of Chunk MoE, which the host hands on as they are, as strictly as
-`ChunkMoEConfig` does.
+host's pydantic reads them ("2" is 2), but for true, which is no number here; those of Chunk MoE, which the host hands
+on as they are, as strictly as `ChunkMoEConfig` does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def auto_or_integer(value: object) -> object:
 
 
 def flag(value: object) -> bool:
-    if str(value).lower() not in _TRUE + _FALSE:
+    word = str(int(value) if value in (0.0, 1.0) else value).lower()
+    if word not in _TRUE + _FALSE:
         raise ValueError("must be a boolean")
-    return str(value).lower() in _TRUE
+    return word in _TRUE
 
 
 def text(value: object) -> str:
@@ -99,7 +100,7 @@ SECTIONS = {
         "kvallgather_parallel_size": anything,
         "context_parallel_size": anything,  # in stock yamls, and without effect
         "expert_parallel_size": integer,
-        "expert_fully_shard_parallel_size": optional(integer),
+        "expert_fully_shard_parallel_size": integer,
         "expert_data_parallel_size": anything,
         "ep_plan": {
             "apply_modules": names,
@@ -120,13 +121,13 @@ SECTIONS = {
         "dataloader_param": {"drop_last": optional(flag)},
     },
     "features": {
-        "recompute": flag,
+        "recompute": optional(flag),
         "recompute_plan": _RECOMPUTE,
         "loss_cfg": {"loss_type": anything, "router_aux_loss_coef": anything, "router_aux_loss_offload": flag},
         **dict.fromkeys(("enable_chunk_loss", "enable_dynamic_chunk_loss", "chunkloss_plan"), anything),
         **dict.fromkeys(("enable_chunk_layer", "chunk_layer_plan", "chunk_layer"), anything),
         "enable_activation_offload": flag,
-        "activation_offload_plan": {"apply_modules": optional(names), "impl": anything},
+        "activation_offload_plan": {"apply_modules": names, "impl": anything},
         "enable_chunk_mbs": flag,
         "chunkmbs_plan": _MBS,
         "enable_ep_balance": flag,
@@ -138,7 +139,7 @@ SECTIONS = {
         "val_micro_batch_size": optional(integer),
         "gradient_accumulation_steps": optional(integer),
         "global_batch_size": optional(integer),
-        "quantization_plan": {"recipe_name": optional(text)},
+        "quantization_plan": {"recipe_name": text},
         "lora": {"enable": flag, "target_modules": names},
     },
     "tools": anything,

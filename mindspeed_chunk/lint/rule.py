@@ -19,10 +19,14 @@ ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 
 
 class Problem(NamedTuple):
-    """`error.path` says where. `edits`: what would cure it, where there is one right answer."""
+    """`error.path` says where; of a list, `item` says which one.
+
+    `edits`: what would cure it, where there is one right answer.
+    """
 
     error: ConfigError
     edits: tuple[Edit, ...] = ()
+    item: str = ""
 
 
 @dataclass(frozen=True)

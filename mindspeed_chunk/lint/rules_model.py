@@ -33,7 +33,8 @@ def lists(subject: Subject) -> Iterator[tuple[str, str]]:
 
 def wildcards(subject: Subject) -> Iterator[Problem]:
     for path, text in lists(subject):
-        yield from problems(Pattern, text, path)
+        for problem in problems(Pattern, text, path):
+            yield problem._replace(item=text)
 
 
 def _names(subject: Subject) -> list[str]:
@@ -60,7 +61,7 @@ def unmatched(subject: Subject) -> Iterator[Problem]:
             near = difflib.get_close_matches(pattern.text, sorted(shapes), n=1, cutoff=0.0)
             way_out = f"the nearest one is {near[0]}" if near else "correct or remove it"
             rule = f"matches no module of {subject.get(_FOLDER)} as transformers builds it"
-            yield Problem(ConfigError.about(path, pattern.text, rule, way_out))
+            yield Problem(ConfigError.about(path, pattern.text, rule, way_out), item=pattern.text)
 
 
 def order(subject: Subject) -> Iterator[Problem]:
