@@ -15,7 +15,11 @@ SHOWN_CHARS = 80
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one line."""
+    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, where there is one."""
+
+    def __init__(self, message, path=None):
+        super().__init__(message)
+        self.path = path
 
     @classmethod
     def about(cls, path, value, rule, way_out):
@@ -23,7 +27,7 @@ class ConfigError(ValueError):
         shown = " ".join(repr(value).split())
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
-        return cls(f"{path}: {shown}: {rule}; {way_out}")
+        return cls(f"{path}: {shown}: {rule}; {way_out}", path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,22 +68,24 @@ class ChunkMoEConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.name)
-        if self.moe_num_chunks and self.moe_chunk_size:
-            _warn_of_both(self.moe_num_chunks, self.moe_chunk_size)
-        if self.chunk_moe_schedule == "pair" and self.chunk_moe_lookahead != 1:
-            raise ConfigError.about(
-                "chunk_moe_lookahead", self.chunk_moe_lookahead, "has no meaning with chunk_moe_schedule: pair",
-                "remove one of the two",
-            )  # fmt: skip
-        if self.chunk_moe_recompute and self.chunk_moe_keep not in ("", "rows"):
-            raise ConfigError.about(
-                "chunk_moe_keep", self.chunk_moe_keep, "contradicts chunk_moe_recompute: true", "remove one of the two"
-            )
+        if self.both_sizes:
+            _warn(self.both_sizes)
+        _check_together(dataclasses.asdict(self), "")
 
     @property
     def keep(self):
         """One of `KEEPS`."""
         return self.chunk_moe_keep or ("rows" if self.chunk_moe_recompute else "activations")
+
+    @property
+    def both_sizes(self):
+        """What there is to say where both sizes are set; empty where not."""
+        if not (self.moe_num_chunks and self.moe_chunk_size):
+            return ""
+        return (
+            f"moe_num_chunks ({self.moe_num_chunks}) and moe_chunk_size ({self.moe_chunk_size}) are both set: "
+            "moe_num_chunks is used, moe_chunk_size is not; set one of them"
+        )
 
     @classmethod
     def from_mapping(cls, mapping, path="parallel.ep_plan"):
@@ -91,6 +97,7 @@ class ChunkMoEConfig:
         ours = _ours(cls, mapping, path, lambda key: isinstance(key, str) and key.startswith(KEY_PREFIXES))
         for key, value in ours.items():
             _check(key, value, f"{path}.{key}")
+        _check_together({field.name: field.default for field in dataclasses.fields(cls)} | ours, f"{path}.")
         return cls(**ours)
 
 
@@ -172,6 +179,18 @@ def _check(name, value, path):
         _check_choice(path, value, BACKENDS)
 
 
+def _check_together(settings, prefix):
+    """Raise ConfigError where a setting of ChunkMoEConfig contradicts another."""
+
+    def refuse(name, rule):
+        raise ConfigError.about(f"{prefix}{name}", settings[name], rule, "remove one of the two")
+
+    if settings["chunk_moe_recompute"] and settings["chunk_moe_keep"] not in ("", "rows"):
+        refuse("chunk_moe_keep", "contradicts chunk_moe_recompute: true")
+    if settings["chunk_moe_schedule"] == "pair" and settings["chunk_moe_lookahead"] != 1:
+        refuse("chunk_moe_lookahead", "has no meaning with chunk_moe_schedule: pair")
+
+
 def _check_mbs(name, value, path):
     """Raise ConfigError where `value` breaks the rule of ChunkMBSConfig's field `name`."""
     if name == "chunk_mbs":
@@ -203,10 +222,6 @@ def _check_choice(path, value, choices):
 
 
 @functools.cache
-def _warn_of_both(num_chunks, chunk_size):
+def _warn(message):
     # Cached: each layer may carry its own config, and the user needs to read this once.
-    warnings.warn(
-        f"moe_num_chunks ({num_chunks}) and moe_chunk_size ({chunk_size}) are both set: moe_num_chunks is used, "
-        "moe_chunk_size is not; set one of them",
-        stacklevel=4,
-    )
+    warnings.warn(message, stacklevel=4)

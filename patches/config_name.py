@@ -8,9 +8,9 @@ import sys
 import typing
 from types import ModuleType
 
+from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo
 
-NAME = "chunkmoe"
 _ROOT = "mindspeed_mm.fsdp.params.argument"
 
 

@@ -9,8 +9,8 @@ import logging
 from types import ModuleType
 
 from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches import config_name, ep_dispatcher, recompute, settings
-from mindspeed_chunk.patches.config_name import NAME
 from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Undo, log_once, rebind, signature_of
 
 _IMPORTERS = ("mindspeed_mm.fsdp.distributed.torch_parallelize",)

@@ -6,19 +6,14 @@ What only a call can tell, the sizes of arguments above all, is checked at the f
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.mbs import checks
+from mindspeed_chunk.mbs.checks import ENABLE
 from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
 from mindspeed_chunk.patches.record import APPLIED, log_once
-
-ENABLE = "features.enable_chunk_mbs"
-PLAN = "features.chunkmbs_plan"
-HOOKS = "parallel.fsdp_plan.hook_modules"
-_WILDCARDS = re.compile(r"(\{\*\}|\{\d+-\d+\}|\*|\?)")
 
 
 def check(arguments: object) -> None:
@@ -41,11 +36,14 @@ def check(arguments: object) -> None:
     if seam.PATCH.state != APPLIED:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
-    config = _config(features.get("chunkmbs_plan", {}))
-    _check_neighbours(features)
+    config = checks.read_config(features.get("chunkmbs_plan", {}))
+    checks.check_loss((features.get("loss_cfg") or {}).get("router_aux_loss_offload"))
     _count_rows(arguments.parallel)
-    _check_hooks(arguments.parallel, config.apply_modules)
-    inner = _check_inner(_inner(arguments, features), config.apply_modules)
+    hooks = getattr(arguments.parallel.fsdp_plan, "hook_modules", None) or []
+    checks.check_hooks(_units(arguments.parallel), hooks, config.apply_modules)
+    wrappers = _inner(arguments, features)
+    checks.check_covered(wrappers, config.apply_modules)
+    inner = _check_memory(wrappers)
     sizes = (getattr(arguments.training, name, None) for name in ("micro_batch_size", "val_micro_batch_size"))
     sizes = tuple(size for size in sizes if size)
     if own:
@@ -65,28 +63,6 @@ def _imported(module: str) -> bool:
     return True
 
 
-def _config(plan: object) -> ChunkMBSConfig:
-    if isinstance(plan, Mapping) and not plan.get("apply_modules"):
-        raise ConfigError.about(
-            f"{PLAN}.apply_modules",
-            plan.get("apply_modules"),
-            "ChunkMBS needs the names of the blocks",
-            "write for example [model.language_model.layers.{*}]",
-        )
-    return ChunkMBSConfig.from_mapping(plan, PLAN)
-
-
-def _check_neighbours(features: Mapping[str, object]) -> None:
-    """Features that ChunkMBS does not work with, by the key that turns them on."""
-    if (features.get("loss_cfg") or {}).get("router_aux_loss_offload"):
-        raise ConfigError.about(
-            "features.loss_cfg.router_aux_loss_offload",
-            True,
-            "counts one call of each router a step, and ChunkMBS makes one a micro-chunk",
-            "set it to false",
-        )
-
-
 def _count_rows(parallel: object) -> None:
     """The host's allgather must know how many rows a micro-chunk has on each rank."""
     if parallel.ep_plan.dispatcher != "allgather" or not _imported(row_counts.PATCH.module):
@@ -96,7 +72,7 @@ def _count_rows(parallel: object) -> None:
     row_counts.use()
 
 
-def _inner(arguments: object, features: Mapping[str, object]) -> dict[str, Sequence[str] | None]:
+def _inner(arguments: object, features: Mapping[str, object]) -> checks.Inner:
     """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
     if "activation_offload_plan" in features:  # since 26.1
         return {
@@ -113,86 +89,22 @@ def _inner(arguments: object, features: Mapping[str, object]) -> dict[str, Seque
     }
 
 
-def _check_inner(inner: Mapping[str, Sequence[str] | None], blocks: Sequence[str]) -> list[str]:
-    """Every block must be recomputed and offloaded as well, where these are on. Returns the keys that are on."""
-    for switch, patterns in inner.items():
-        missing = [block for block in blocks if patterns is not None and not _covered(block, patterns)]
-        if missing:
-            names = f"{_plan_of(switch)}.apply_modules"
-            raise ConfigError.about(
-                f"{PLAN}.apply_modules", missing, f"must be in {names}, too", f"add them to {names}"
-            )
-    off = [switch for switch, patterns in inner.items() if patterns is None]
-    if off:
-        rule = "without it every micro-chunk's activations stay on the device, and ChunkMBS saves little memory"
-        error = ConfigError.about(" and ".join(off), "off", rule, f"turn it on for the modules of {PLAN}")
+def _check_memory(inner: checks.Inner) -> list[str]:
+    """Returns the keys that are on; that one is not ends the run only if asked."""
+    try:
+        checks.check_memory(inner)
+    except ConfigError as error:
         if settings.strict():
-            raise error
+            raise
         log_once(logging.WARNING, f"mindspeed_chunk: {error}")
     return [switch for switch, patterns in inner.items() if patterns is not None]
 
 
-def _plan_of(switch: str) -> str:
-    return {
-        "features.recompute": "features.recompute_plan",
-        "features.enable_activation_offload": "features.activation_offload_plan",
-        "parallel.recompute": "parallel.recompute_plan",
-    }.get(switch, switch)
-
-
-def _check_hooks(parallel: object, blocks: Sequence[str]) -> None:
-    """FSDP2 units inside of a block must be gathered with the block, not once a micro-chunk."""
-    fsdp, ep = getattr(parallel, "fsdp_plan", None), parallel.ep_plan
-    units = list(getattr(fsdp, "apply_modules", None) or [])
+def _units(parallel: object) -> dict[str, Sequence[str]]:
+    """Names of FSDP2 units, by the list of the yaml that they stand in."""
+    units = {"parallel.fsdp_plan.apply_modules": getattr(parallel.fsdp_plan, "apply_modules", None) or []}
     if parallel.expert_parallel_size > 1:
-        units += ep.apply_efsdp_modules or ep.apply_modules
-    hooks = list(getattr(fsdp, "hook_modules", None) or [])
-    inside = []
-    for unit in dict.fromkeys(units):
-        for name in _examples(unit):
-            block = min(_prefixes(name, blocks), default=None)
-            hook = max(_prefixes(name, hooks), default=0)  # the host takes the innermost
-            if block is not None and block < name.count(".") + 1 and not 0 < hook <= block:
-                inside.append(unit)
-                break
-    if inside:
-        raise ConfigError.about(
-            HOOKS,
-            hooks,
-            f"{', '.join(inside)} are FSDP units inside of blocks of {PLAN}, and would be gathered once a micro-chunk",
-            f"list {', '.join(blocks)}, and nothing inside of them",
-        )
-
-
-def _prefixes(name: str, patterns: Sequence[str]) -> Iterator[int]:
-    """How many segments of the name make a name that one of the patterns matches."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        if any(re.fullmatch(_regex(pattern), ".".join(parts[:count])) for pattern in patterns):
-            yield count
-
-
-def _covered(pattern: str, by: Sequence[str]) -> bool:
-    """Whether what the pattern matches is matched by the others; `{*}` is tried with 0, for there may be one layer."""
-    return all(any(re.fullmatch(_regex(other), name) for other in by) for name in _examples(pattern))
-
-
-def _examples(pattern: str) -> list[str]:
-    """Names that the pattern matches: all numbers of a range, something for each other wildcard."""
-    return ["".join(parts) for parts in itertools.product(*map(_choices, _WILDCARDS.split(pattern)))]
-
-
-def _choices(part: str) -> list[str]:
-    if re.fullmatch(r"\{\d+-\d+\}", part):
-        first, last = map(int, part[1:-1].split("-"))
-        return [str(number) for number in range(first, last + 1)]
-    return {"{*}": ["0"], "*": ["0"], "?": ["0"]}.get(part, [part])
-
-
-def _regex(pattern: str) -> str:
-    """The host's wildcards: `{*}` any number, `{2-5}` one of a range, `*` anything, `?` one character."""
-    parts = {"{*}": r"\d+", "*": ".*", "?": "."}
-    return "".join(
-        parts.get(part) or (f"(?:{'|'.join(_choices(part))})" if _WILDCARDS.fullmatch(part) else re.escape(part))
-        for part in _WILDCARDS.split(pattern)
-    )
+        plan = parallel.ep_plan
+        key = "apply_efsdp_modules" if plan.apply_efsdp_modules else "apply_modules"
+        units[f"parallel.ep_plan.{key}"] = getattr(plan, key)
+    return units

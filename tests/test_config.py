@@ -11,7 +11,7 @@ from mindspeed_chunk.config import ChunkMBSConfig
 
 @pytest.fixture(autouse=True)
 def no_warning_given_yet():
-    config._warn_of_both.cache_clear()
+    config._warn.cache_clear()
 
 
 HOST_KEYS = {

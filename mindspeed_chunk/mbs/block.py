@@ -18,6 +18,7 @@ from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.dist import all_gather
 from mindspeed_chunk.mbs.arguments import CannotCut, Cut, Cutter, Joined, pair_up
+from mindspeed_chunk.mbs.checks import BLOCKS
 from mindspeed_chunk.observe import emit
 
 Forward = Callable[..., Any]
@@ -155,7 +156,7 @@ def check_order(recompute: Iterable[str], offload: Iterable[str], chunk: Iterabl
 
     def refuse(wrong: list[str], rule: str, way_out: str) -> None:
         if wrong:  # every one of them: the list is what the user has to work on
-            raise ConfigError(f"features.chunkmbs_plan.apply_modules: {', '.join(wrong)}: {rule}; {way_out}")
+            raise ConfigError(f"{BLOCKS}: {', '.join(wrong)}: {rule}; {way_out}", BLOCKS)
 
     def inside(modules: Iterable[str]) -> list[str]:
         return [name for name in chunk if any(name.startswith(f"{outer}.") for outer in modules)]

@@ -33,11 +33,7 @@ def resolve(name: str, device: torch.device) -> ModuleType:
     if name not in BACKENDS:
         raise ValueError(f"chunk_moe_backend: {name!r}: must be one of {', '.join(BACKENDS)}")
     chosen = device.type if name == "auto" else name
-    if chosen not in AVAILABLE:
-        raise ValueError(
-            f"chunk_moe_backend: {name!r}: this version has no back end for {chosen} (it has: {', '.join(AVAILABLE)}); "
-            "run the model on one of these devices"
-        )
+    check_available(name, chosen)
     if chosen != device.type:
         raise ValueError(
             f"chunk_moe_backend: {name!r}: the tensors are on {device.type}; use auto, or move the model to {chosen}"
@@ -46,3 +42,12 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         _told.add(chosen)
         _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)
     return importlib.import_module(f"{__name__}.{chosen}")
+
+
+def check_available(name: str, chosen: str) -> None:
+    """Raises ValueError where this version has no back end `chosen`, which `name` stands for."""
+    if chosen not in AVAILABLE:
+        raise ValueError(
+            f"chunk_moe_backend: {name!r}: this version has no back end for {chosen} (it has: {', '.join(AVAILABLE)}); "
+            "run the model on one of these devices"
+        )

@@ -9,6 +9,8 @@ from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.mbs import checks as mbs_checks
+from mindspeed_chunk.moe import checks as moe_checks
 from mindspeed_chunk.standalone.section import (
     Section,
     choice,
@@ -109,11 +111,7 @@ def load_config(path, overrides, world_size):
     metrics_path = root.section("standalone").read("metrics_path", text, None)
     parallel.read("fully_shard_parallel_size", choice("auto", world_size), "auto")
     ep_size = parallel.read("expert_parallel_size", integer(1), 1)
-    if world_size % ep_size:
-        raise ConfigError.about(
-            parallel.at("expert_parallel_size"), ep_size, f"must divide the number of ranks, {world_size}",
-            "change one of the two",
-        )  # fmt: skip
+    moe_checks.check_ranks(ep_size, world_size)
     ep, chunk_moe = _read_ep_plan(parallel.section("ep_plan"), ep_size, warnings)
     config = Config(
         fsdp=parallel.section("fsdp_plan").read_all(FsdpPlan),
@@ -139,31 +137,29 @@ def _read_chunkmbs_plan(features):
     """The ChunkMBSConfig, or None where the feature is off. Its keys are checked in either case."""
     section = features.section("chunkmbs_plan")
     section.mark_used(section.mapping)
-    plan = ChunkMBSConfig.from_mapping(section.mapping, section.path)
+    ChunkMBSConfig.from_mapping(section.mapping, section.path)
     if not features.read("enable_chunk_mbs", flag, False):
         return None
-    if not plan.apply_modules:
-        raise ConfigError.about(
-            section.at("apply_modules"), [], "ChunkMBS needs the names of the blocks",
-            "for Qwen3.5-MoE: model.language_model.layers.{*}",
-        )  # fmt: skip
-    return plan
+    return mbs_checks.read_config(section.mapping)
 
 
 def _chunkmbs_warnings(config):
-    plan, size = config.chunk_mbs, config.training.micro_batch_size
-    if plan is None:
+    if config.chunk_mbs is None:
         return
-    if plan.chunk_mbs >= size:
-        path = "features.chunkmbs_plan.chunk_mbs"
-        yield f"{path}: {plan.chunk_mbs}: without effect, since training.micro_batch_size is {size}"
-    around = {"recompute": config.recompute_modules, "enable_activation_offload": config.offload_modules}
-    for feature, modules in around.items():
-        if not modules:
-            yield (
-                f"features.{feature} is off: ChunkMBS then saves parameter gathers, and next to no memory, since every "
-                "micro-chunk's activations stay"
-            )
+    inner = {
+        "features.recompute": config.recompute_modules or None,
+        "features.enable_activation_offload": config.offload_modules or None,
+    }
+    yield from _told(mbs_checks.check_size, config.chunk_mbs.chunk_mbs, config.training.micro_batch_size)
+    yield from _told(mbs_checks.check_memory, inner)
+
+
+def _told(check, *arguments):
+    """What a check has to say, as a warning."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _read_ep_plan(section, ep_size, warnings):
@@ -174,14 +170,8 @@ def _read_ep_plan(section, ep_size, warnings):
     warnings += [str(warning.message) for warning in caught]
     chunk_keys = [name for name in section.mapping if str(name).startswith(KEY_PREFIXES)]
     section.mark_used(chunk_keys)
-    if chunk_moe != ChunkMoEConfig() and plan.dispatcher != "chunkmoe":
-        warnings.append(
-            f"{', '.join(map(section.at, chunk_keys))}: without effect while {section.at('dispatcher')} is "
-            f"{plan.dispatcher}; set it to chunkmoe"
-        )
-    if not plan.apply_modules and (ep_size > 1 or plan.dispatcher == "chunkmoe"):
-        raise ConfigError.about(
-            section.at("apply_modules"), [], "expert parallelism and chunkmoe need the modules that hold the experts",
-            "for Qwen3.5-MoE: model.language_model.layers.{*}.mlp.experts",
-        )  # fmt: skip
+    if chunk_moe != ChunkMoEConfig():
+        warnings += _told(moe_checks.check_effect, chunk_keys, plan.dispatcher)
+    if ep_size > 1 or plan.dispatcher == moe_checks.NAME:
+        moe_checks.check_names(plan.apply_modules)
     return plan, chunk_moe

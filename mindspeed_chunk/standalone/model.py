@@ -1,7 +1,6 @@
 """transformers' Qwen3.5-MoE: built, its modules found by MindSpeed-MM's patterns, its experts behind a dispatcher."""
 
 import logging
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,9 @@ import torch
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs.block import check_order
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.checks import check_experts
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.names import read_patterns
 from mindspeed_chunk.observe import emit
 
 try:
@@ -42,11 +43,7 @@ def read_model_config(config, vocabulary):
     text = model_config.text_config
     if model_type != MODEL_TYPE:
         raise _model_error(folder, f"its model_type is {model_type!r}, and this trainer knows only {MODEL_TYPE!r}")
-    if text.num_experts % config.ep_size:
-        raise ConfigError.about(
-            "parallel.expert_parallel_size", config.ep_size, f"must divide the number of experts, {text.num_experts}",
-            "change it, or the model",
-        )  # fmt: skip
+    check_experts(config.ep_size, text.num_experts)
     if text.hidden_act != "silu":
         raise _model_error(folder, f"its hidden_act is {text.hidden_act!r}, and the dispatchers compute SwiGLU (silu)")
     if text.vocab_size < vocabulary:
@@ -83,38 +80,15 @@ def build_model(config, model_config):
 def match_modules(model, patterns, path):
     """Modules by name, in the model's order, whose whole name matches one of `patterns`.
 
-    MindSpeed-MM's wildcards: {*} any number, {2-5} a range of numbers, * any text, ? any character.
     Raises ConfigError for a pattern that matches nothing.
     """
     found = set()
-    for pattern in patterns:
-        regex, ranges = _compile(pattern, path)
-        matched = {name for name, _ in model.named_modules() if _matches(regex, ranges, name)}
+    for pattern in read_patterns(patterns, path):
+        matched = {name for name, _ in model.named_modules() if pattern.matches(name)}
         if not matched:
-            raise ConfigError.about(path, pattern, "matches no module of the model", "correct it or leave it out")
+            raise ConfigError.about(path, pattern.text, "matches no module of the model", "correct it or leave it out")
         found |= matched
     return {name: module for name, module in model.named_modules() if name in found}
-
-
-def _compile(pattern, path):
-    regex, ranges = "", []
-    for part in re.split(r"(\{[^}]*\}|\*|\?)", pattern):
-        if part in ("*", "?"):
-            regex += ".*" if part == "*" else "."
-        elif part.startswith("{"):
-            bounds = re.fullmatch(r"\{(?:\*|(\d+)-(\d+))\}", part)
-            if not bounds:
-                raise ConfigError.about(path, pattern, f"{part} is no wildcard", "write {*} or a range such as {0-3}")
-            regex += r"(\d+)"
-            ranges.append(range(int(bounds[1]), int(bounds[2]) + 1) if bounds[1] else None)
-        else:
-            regex += re.escape(part)
-    return re.compile(regex), ranges
-
-
-def _matches(regex, ranges, name):
-    match = regex.fullmatch(name)
-    return bool(match) and all(r is None or int(n) in r for n, r in zip(match.groups(), ranges))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import mindspeed_chunk
 
 COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
+    "lint": "what is wrong, risky or wasteful in a MindSpeed-MM yaml",
     "bench": "times one MoE layer on some ranks of this machine, and tells its memory",
     "trace": "shows one MoE layer call as a timeline",
 }

@@ -1,0 +1,33 @@
+"""Holds a MindSpeed-MM yaml against rules: what is wrong, what is risky, what is wasteful. Imports no host."""
+
+from __future__ import annotations
+
+from mindspeed_chunk.lint import rules_batch, rules_keys, rules_mbs, rules_model, rules_moe
+from mindspeed_chunk.lint.document import Document, Unreadable
+from mindspeed_chunk.lint.rule import Finding, Subject
+
+RULES = (*rules_keys.RULES, *rules_model.RULES, *rules_moe.RULES, *rules_batch.RULES, *rules_mbs.RULES)
+# A yaml without any of them belongs to another trainer of the host, or is none of a trainer.
+FSDP2_SECTIONS = ("parallel", "features", "training")
+
+
+def check(document: Document, world: int | None = None, devices_per_node: int = 8) -> list[Finding]:
+    """What all rules find, by line. Raises Unreadable for a yaml of another kind, or a value of a wrong type."""
+    if not any(section in document.data for section in FSDP2_SECTIONS):
+        raise Unreadable(
+            f"{document.name}: not a yaml of MindSpeed-MM's FSDP2 trainer, which has at least one of the sections "
+            f"{', '.join(FSDP2_SECTIONS)}; nothing was checked"
+        )
+    try:
+        subject = Subject(document, world, devices_per_node)
+    except Unreadable:
+        raise
+    except ValueError as error:
+        raise Unreadable(f"{document.name}:{document.line(error.path)}: {error}") from None
+    found: dict[str, Finding] = {}
+    for rule in RULES:
+        for error, edits, item in rule.find(subject):
+            line = document.line(error.path, item)
+            # the first rule to say it is the one whose matter it is
+            found.setdefault(str(error), Finding(rule.id, rule.severity, error.path, line, str(error), edits))
+    return sorted(found.values(), key=lambda finding: finding.line)

@@ -1,0 +1,186 @@
+"""The keys that rules read, with the types that the host gives them, and the other keys of the same sections.
+
+A key that is not here is left alone: every section of the host admits extra keys. Types are read as leniently as the
+host's pydantic reads them ("2" is 2), but for true, which is no number here; those of Chunk MoE, which the host hands
+on as they are, as strictly as `ChunkMoEConfig` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+
+Convert = Callable[[object], object]
+_TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+
+
+def anything(value: object) -> object:
+    return value
+
+
+def integer(value: object) -> int:
+    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() or isinstance(value, float) and value % 1 == 0:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be an integer")
+    return value
+
+
+def auto_or_integer(value: object) -> object:
+    return value if value == "auto" else integer(value)
+
+
+def flag(value: object) -> bool:
+    word = str(int(value) if value in (0.0, 1.0) else value).lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError("must be a boolean")
+    return word in _TRUE
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return value
+
+
+def names(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError("must be a list of names")
+    return value
+
+
+def integers(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of integers")
+    return [integer(item) for item in value]
+
+
+def optional(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def exact(kind: type) -> Convert:
+    """Of a key that reaches us as it stands in the yaml."""
+
+    def convert(value: object) -> object:
+        if type(value) is not kind:
+            raise ValueError(f"must be {_WORDS[kind]}")
+        return value
+
+    return convert
+
+
+_WORDS = {int: "an integer", bool: "a boolean, true or false without quotes", str: "text"}
+_OF_HOST = {int: integer, bool: flag, str: text, tuple[str, ...]: names, tuple[int, ...]: integers}
+_MOE = {name: exact(kind) for name, kind in typing.get_type_hints(ChunkMoEConfig).items()}
+_MBS = {name: _OF_HOST[kind] for name, kind in typing.get_type_hints(ChunkMBSConfig).items()}
+_RECOMPUTE = {
+    "apply_modules": names, "use_reentrant": anything, "op_replay_scopes": anything, "flatten_inputs": anything,
+}  # fmt: skip
+
+SECTIONS = {
+    "parallel": {
+        "data_parallel_size": optional(integer),
+        "fully_shard_parallel_size": auto_or_integer,
+        "fsdp_plan": {
+            "apply_modules": names,
+            "ignored_modules": names,
+            "hook_modules": optional(names),
+            **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"), anything),
+            **dict.fromkeys(("reshard_after_forward", "pregather", "cpu_offload"), anything),
+            **dict.fromkeys(("num_to_forward_prefetch", "num_to_backward_prefetch"), anything),
+        },
+        "tensor_parallel_size": integer,
+        "tp_plan": anything,
+        "ring_attention_size": integer,
+        "ulysses_parallel_size": integer,
+        "kvallgather_parallel_size": anything,
+        "context_parallel_size": anything,  # in stock yamls, and without effect
+        "expert_parallel_size": integer,
+        "expert_fully_shard_parallel_size": integer,
+        "expert_data_parallel_size": anything,
+        "ep_plan": {
+            "apply_modules": names,
+            "apply_efsdp_modules": names,
+            "dispatcher": text,
+            "use_npu_fused_ops": anything,
+            **_MOE,
+        },
+        "recompute": flag,
+        "recompute_plan": _RECOMPUTE,
+    },
+    "model": {
+        "model_name_or_path": optional(text),
+        "activation_offload_plan": {"apply_modules": optional(names)},
+    },
+    "data": {
+        "dataset_param": {"basic_parameters": {"cutoff_len": optional(integer)}},
+        "dataloader_param": {"drop_last": optional(flag)},
+    },
+    "features": {
+        "recompute": optional(flag),
+        "recompute_plan": _RECOMPUTE,
+        "loss_cfg": {"loss_type": anything, "router_aux_loss_coef": anything, "router_aux_loss_offload": flag},
+        **dict.fromkeys(("enable_chunk_loss", "enable_dynamic_chunk_loss", "chunkloss_plan"), anything),
+        **dict.fromkeys(("enable_chunk_layer", "chunk_layer_plan", "chunk_layer"), anything),
+        "enable_activation_offload": flag,
+        "activation_offload_plan": {"apply_modules": names, "impl": anything},
+        "enable_chunk_mbs": flag,
+        "chunkmbs_plan": _MBS,
+        "enable_ep_balance": flag,
+        "ep_balance_plan": anything,
+        "skip_moe_pad_tokens": flag,
+    },
+    "training": {
+        "micro_batch_size": integer,
+        "val_micro_batch_size": optional(integer),
+        "gradient_accumulation_steps": optional(integer),
+        "global_batch_size": optional(integer),
+        "quantization_plan": {"recipe_name": text},
+        "lora": {"enable": flag, "target_modules": names},
+    },
+    "tools": anything,
+}
+
+# Where each key of the two features belongs.
+HOMES = {
+    **{field.name: "parallel.ep_plan" for field in dataclasses.fields(ChunkMoEConfig)},
+    **{field.name: "features.chunkmbs_plan" for field in dataclasses.fields(ChunkMBSConfig)},
+    "dispatcher": "parallel.ep_plan",
+    "hook_modules": "parallel.fsdp_plan",
+    "enable_chunk_mbs": "features",
+    "chunkmbs_plan": "features",
+}
+del HOMES["apply_modules"]  # every plan has one
+# Sections in which every key of the host is named above, or none is near to another.
+SPELT = ("", "parallel", "parallel.fsdp_plan", "parallel.ep_plan", "features", "features.chunkmbs_plan",
+         "features.recompute_plan", "features.activation_offload_plan")  # fmt: skip
+
+
+def keys_of(section: str) -> dict[str, object]:
+    """The keys of a section by its path; "" for the root."""
+    found = SECTIONS
+    for segment in filter(None, section.split(".")):
+        found = found[segment]
+    return found
+
+
+def read(data: object, keys: dict = SECTIONS, path: str = "") -> dict:
+    """`data` with the values of `keys` as the host takes them. Raises ConfigError for one of another type."""
+    if not isinstance(data, dict):
+        raise ConfigError.about(path, data, "must be a mapping", "write its keys below it, indented")
+    result = dict(data)
+    for name, convert in keys.items():
+        if name in data:
+            at = f"{path}.{name}" if path else name
+            if isinstance(convert, dict):
+                result[name] = read(data[name], convert, at)
+                continue
+            try:
+                result[name] = convert(data[name])
+            except ValueError as error:
+                raise ConfigError.about(at, data[name], str(error), "correct or remove it") from None
+    return result

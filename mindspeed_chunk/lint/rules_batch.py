@@ -1,0 +1,106 @@
+"""Rules on how ranks are split and what they make of a global batch, as MindSpeed-MM's arguments reckon it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject
+
+SPLITS = tuple(f"parallel.{name}" for name in ("tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size"))
+SHARDS = "parallel.fully_shard_parallel_size"
+GLOBAL, STEPS, MICRO = (
+    f"training.{name}" for name in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")
+)
+
+
+def _product(subject: Subject) -> int:
+    """Ranks that work on the same samples."""
+    tensor, ring, ulysses = (subject.get(path, 1) for path in SPLITS)
+    return tensor * ring * ulysses
+
+
+def data_parallel_size(subject: Subject) -> int | None:
+    """None where the number of ranks is not known, or does not fit."""
+    split = _product(subject)
+    if subject.world is None or split < 1 or subject.world % split:
+        return None
+    return subject.world // split
+
+
+def global_batch(subject: Subject) -> tuple[int, str] | None:
+    """Samples an optimizer step, and how they come about; None where the number of ranks is not known."""
+    ranks = data_parallel_size(subject)
+    if ranks is None:
+        return None
+    micro, steps = subject.get(MICRO, 1), subject.get(STEPS, 1)
+    return micro * ranks * steps, f"{micro} x {ranks} data-parallel x {steps} accumulated"
+
+
+def positive(subject: Subject) -> Iterator[Problem]:
+    for path in (*SPLITS, SHARDS, MICRO, STEPS, "training.val_micro_batch_size"):
+        value = subject.get(path, 1)
+        if isinstance(value, int) and value < 1:
+            yield Problem(ConfigError.about(path, value, "must be an integer >= 1", "correct or remove it"))
+
+
+def world(subject: Subject) -> Iterator[Problem]:
+    ranks, split, shards = subject.world, _product(subject), subject.get(SHARDS, "auto")
+    if ranks is None or split < 1:
+        return
+    if ranks % split:
+        last = next((path for path in reversed(SPLITS) if subject.get(path, 1) > 1), SPLITS[-1])
+        rule = f"tensor x ring x ulysses, {split}, must divide the number of ranks, {ranks}"
+        yield Problem(ConfigError.about(last, subject.get(last), rule, "change one of them"))
+        return
+    tensor, context = subject.get(SPLITS[0], 1), split // subject.get(SPLITS[0], 1)
+    if isinstance(shards, int) and shards > 0:
+        if ranks % (tensor * shards):
+            rule = f"must divide the number of ranks, {ranks}"
+            yield Problem(ConfigError.about(SHARDS, shards, rule, "write auto"))
+        if shards < context:
+            rule = f"must be at least the context-parallel size, {context}"
+            yield Problem(ConfigError.about(SHARDS, shards, rule, "write auto"))
+    path = "parallel.data_parallel_size"
+    told = subject.get(path)
+    if told is not None and told != ranks // split:
+        rule = f"{ranks} ranks make {ranks // split}"
+        yield Problem(ConfigError.about(path, told, rule, "remove it: MindSpeed-MM reckons it"))
+
+
+def global_size(subject: Subject) -> Iterator[Problem]:
+    """MindSpeed-MM sets it to the product, whatever the yaml says, and takes no accumulation for 1."""
+    told = subject.get(GLOBAL)
+    if told is None:
+        return
+    reckoned = global_batch(subject)
+    way_out = f"set {STEPS}, which decides"
+    if reckoned is not None and reckoned[0] != told:
+        rule = f"MindSpeed-MM ignores it and makes {reckoned[0]}, {reckoned[1]}"
+        yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+    elif reckoned is None:
+        samples = subject.get(MICRO, 1) * subject.get(STEPS, 1)
+        if samples < 1 or told % samples:
+            rule = f"MindSpeed-MM ignores it, and no number of ranks with {samples} samples each makes it"
+            yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+        elif subject.get(STEPS) is None:
+            rule = f"MindSpeed-MM ignores it, and without {STEPS} accumulates nothing"
+            yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+
+
+def accumulation(subject: Subject) -> Iterator[Problem]:
+    steps = subject.get(STEPS, 1)
+    if steps > 1 and not subject.get("features.enable_chunk_mbs", False):
+        rule = f"gathers every block's parameters {steps} times a step and direction"
+        way_out = f"ChunkMBS gathers once: {MICRO} {steps} times as large, chunk_mbs {subject.get(MICRO, 1)}"
+        yield Problem(ConfigError.about(STEPS, steps, rule, way_out))
+
+
+RULES = (
+    Rule("positive-size", ERROR, "A batch size, a number of steps or a parallel size below 1.", positive),
+    Rule("world-split", ERROR, "The parallel sizes do not fit the number of ranks. Needs `--world`.", world),
+    Rule("global-batch", WARNING, "`training.global_batch_size` is not micro batch x data-parallel size x "
+         "accumulation, which MindSpeed-MM uses in its place.", global_size),
+    Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once a micro "
+         "batch.", accumulation),
+)  # fmt: skip

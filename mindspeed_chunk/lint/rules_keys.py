@@ -1,0 +1,82 @@
+"""Rules on the spelling and the place of keys. The host admits any key, so one that it does not know is silent."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+
+from mindspeed_chunk.config import KEY_PREFIXES, ConfigError
+from mindspeed_chunk.lint import keys
+from mindspeed_chunk.lint.edits import Rename, Set
+from mindspeed_chunk.lint.rule import ERROR, WARNING, Problem, Rule, Subject
+from mindspeed_chunk.moe.checks import DISPATCHER, NAME
+
+_NEAR = 0.8  # difflib's ratio; nearer than any two different keys of one section that stand in stock yamls
+# "eager" and "fused" are those of MindSpeed-MM 26.0
+DISPATCHERS = ("alltoall", "allgather", "mc2", NAME, "eager", "fused")
+
+
+def _unknown(subject: Subject) -> Iterator[tuple[str, str, str]]:
+    """Section, key and path of what no table of keys has."""
+    for section in keys.SPELT:
+        content = subject.get(section) if section else subject.settings
+        for key in content if isinstance(content, dict) else ():
+            if isinstance(key, str) and key not in keys.keys_of(section):
+                yield section, key, f"{section}.{key}" if section else key
+
+
+def _refused_anyway(subject: Subject, section: str, key: str) -> bool:
+    """Whether the features' own checks know all keys of that kind, and run."""
+    if section == "parallel.ep_plan":
+        return key.startswith(KEY_PREFIXES) and subject.get(DISPATCHER) == NAME
+    return section == "features.chunkmbs_plan" and subject.get("features.enable_chunk_mbs", False)
+
+
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """The known key that is meant; None where none is so near that there can be no doubt."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+    return near[0] if near else None
+
+
+def respelt(path: str, known: Collection[str], present: Collection[str]) -> tuple[Rename, ...]:
+    """The correction of an unknown key at the path, in a section where `present` stand."""
+    key = path.rpartition(".")[2]
+    near = None if key in known else nearest(key, known)
+    return () if near is None or near in present else (Rename(path, near),)
+
+
+def misspelt(subject: Subject) -> Iterator[Problem]:
+    for section, key, path in _unknown(subject):
+        if key in keys.HOMES or _refused_anyway(subject, section, key):
+            continue
+        known, present = keys.keys_of(section), subject.get(section) if section else subject.settings
+        near = nearest(key, known)
+        if near:
+            rule, way_out = "unknown key, which MindSpeed-MM takes without a word", f"the nearest one is {near}"
+            error = ConfigError.about(path, present[key], rule, way_out)
+            yield Problem(error, respelt(path, known, present))
+
+
+def misplaced(subject: Subject) -> Iterator[Problem]:
+    for section, key, path in _unknown(subject):
+        home = keys.HOMES.get(key)
+        if home and home != section and not _refused_anyway(subject, section, key):
+            rule = "nobody reads it here"
+            yield Problem(ConfigError.about(path, subject.get(path), rule, f"it belongs under {home}"))
+
+
+def dispatcher(subject: Subject) -> Iterator[Problem]:
+    value = subject.get(DISPATCHER, "alltoall")
+    if value not in DISPATCHERS:
+        near = difflib.get_close_matches(value, DISPATCHERS, n=1, cutoff=0.6)
+        way_out = f"the nearest one is {near[0]}" if near else f"{NAME}, or alltoall for the plain one"
+        error = ConfigError.about(DISPATCHER, value, f"must be one of {', '.join(DISPATCHERS)}", way_out)
+        yield Problem(error, tuple(Set(DISPATCHER, name) for name in near))
+
+
+RULES = (
+    Rule("misspelt-key", WARNING, "A key is unknown and one letter or two from one that is known.", misspelt),
+    Rule("misplaced-key", WARNING, "A key of Chunk MoE or ChunkMBS stands in a section where nobody reads it.",
+         misplaced),
+    Rule("dispatcher-name", ERROR, "`parallel.ep_plan.dispatcher` names no dispatcher.", dispatcher),
+)  # fmt: skip

@@ -1,0 +1,131 @@
+"""Rules on ChunkMBS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
+from mindspeed_chunk.lint.edits import Append, Set
+from mindspeed_chunk.lint.keys import keys_of
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
+from mindspeed_chunk.lint.rules_keys import respelt
+from mindspeed_chunk.mbs import checks
+from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
+
+_SIZE = f"{PLAN}.chunk_mbs"
+# Each with the place that it has in MindSpeed-MM 26.0.
+_SWITCHES = (
+    ("features.recompute", "parallel.recompute"),
+    ("features.enable_activation_offload", "model.activation_offload_plan"),
+)
+_MICRO, _VALIDATION = "training.micro_batch_size", "training.val_micro_batch_size"
+
+
+def asked(subject: Subject) -> bool:
+    return subject.get(ENABLE, False)
+
+
+def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
+    """The settings without what is wrong with them, one wrong key after the other; and all that is wrong."""
+    config, wrong = read_leniently(checks.read_config, subject.get(PLAN, {}), PLAN)
+    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to say
+
+
+def settings(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        plan = subject.get(PLAN, {})
+        for error in _read(subject)[1]:
+            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
+
+
+def inner(subject: Subject) -> checks.Inner:
+    """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
+    found = {}
+    for key, old in _SWITCHES:
+        switch = old if subject.get(old) and not subject.get(key, False) else key
+        found[switch] = subject.get(checks.names_key(switch), []) if subject.get(switch) else None
+    return found
+
+
+def units(subject: Subject) -> Mapping[str, list[str]]:
+    """Names of FSDP2 units, by the list of the yaml that they stand in."""
+    found = {"parallel.fsdp_plan.apply_modules": subject.get("parallel.fsdp_plan.apply_modules", [])}
+    if subject.get("parallel.expert_parallel_size", 1) > 1:
+        efsdp, experts = (f"parallel.ep_plan.{key}" for key in ("apply_efsdp_modules", "apply_modules"))
+        path = efsdp if subject.get(efsdp) else experts
+        found[path] = subject.get(path, [])
+    return found
+
+
+def covered(subject: Subject) -> Iterator[Problem]:
+    if not asked(subject):
+        return
+    blocks = _read(subject)[0].apply_modules
+    for switch, patterns in inner(subject).items():
+        names = checks.names_key(switch)
+        # each on its own, to know which one a correction must add
+        missing = [block for block in blocks if any(problems(checks.check_covered, {switch: patterns}, [block]))]
+        edits = (Append(names, block) for block in missing)
+        yield from problems(checks.check_covered, {switch: patterns}, blocks, edits=edits)
+
+
+def memory(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        switches = [switch for switch, patterns in inner(subject).items() if patterns is None]
+        # only where it is plain for which modules
+        ready = [
+            switch for switch in switches if subject.get(checks.names_key(switch)) and subject.document.find(switch)
+        ]
+        edits = (Set(switch, True) for switch in ready)
+        yield from problems(checks.check_memory, inner(subject), edits=edits)
+
+
+def hooks(subject: Subject) -> Iterator[Problem]:
+    if not asked(subject):
+        return
+    blocks, present = _read(subject)[0].apply_modules, subject.get(HOOKS, [])
+    missing = [block for block in blocks if block not in present]
+    edits = (Append(HOOKS, block) for block in missing if present)
+    yield from problems(checks.check_hooks, units(subject), present, blocks, edits=edits)
+
+
+def loss(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        path = "features.loss_cfg.router_aux_loss_offload"
+        yield from problems(checks.check_loss, subject.get(path, False), edits=[Set(path, False)])
+
+
+def size(subject: Subject) -> Iterator[Problem]:
+    if asked(subject) and not _read(subject)[1]:
+        yield from problems(checks.check_size, _read(subject)[0].chunk_mbs, subject.get(_MICRO, 1))
+
+
+def uneven(subject: Subject) -> Iterator[Problem]:
+    chunk = _read(subject)[0].chunk_mbs if asked(subject) else 1
+    for path in (_MICRO, _VALIDATION):
+        samples = subject.get(path, 0)
+        if samples > chunk and samples % chunk:
+            rule = f"{_SIZE} {chunk} does not divide it, so the last micro-chunk has {samples % chunk}"
+            yield Problem(ConfigError.about(path, samples, rule, f"use a multiple of {chunk}"))
+
+
+def last_batch(subject: Subject) -> Iterator[Problem]:
+    path = "data.dataloader_param.drop_last"
+    if asked(subject) and subject.get(path) is False:
+        rule = "a short last batch makes fewer micro-chunks on one rank, and ranks must run equally many"
+        yield Problem(ConfigError.about(path, False, rule, "set it to true"), (Set(path, True),))
+
+
+RULES = (
+    Rule("chunk-mbs-settings", ERROR, "A key of ChunkMBS is unknown or out of range, or no block is named.", settings),
+    Rule("chunk-mbs-covered", ERROR, "A block of ChunkMBS is not in the lists of recompute and offload, where these "
+         "are on.", covered),
+    Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside of a block of ChunkMBS are not gathered with it "
+         "(`hook_modules`).", hooks),
+    Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
+    Rule("chunk-mbs-memory", WARNING, "ChunkMBS without recompute or offload saves little memory.", memory),
+    Rule("chunk-mbs-size", WARNING, "`chunk_mbs` is not smaller than `micro_batch_size`, so nothing is cut.", size),
+    Rule("chunk-mbs-last-batch", WARNING, "ChunkMBS with `drop_last: false`: ranks may differ in their last batch.",
+         last_batch),
+    Rule("chunk-mbs-uneven", NOTE, "`chunk_mbs` does not divide `micro_batch_size` or `val_micro_batch_size`.", uneven),
+)  # fmt: skip

@@ -1,0 +1,183 @@
+"""Rules on expert parallelism and Chunk MoE.
+
+Letters: T tokens of a call on this rank, K top-k, E experts of the model, L = E / ep experts of a rank, N chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_chunk import model_config
+from mindspeed_chunk.config import BACKENDS, KEY_PREFIXES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.lint.edits import Remove, Set
+from mindspeed_chunk.lint.keys import keys_of
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
+from mindspeed_chunk.lint.rules_keys import respelt
+from mindspeed_chunk.moe import checks
+from mindspeed_chunk.moe.checks import DISPATCHER, NAME, PLAN, SIZE
+
+# docs/performance.md, "When not to chunk": below some hundred rows an expert and chunk, matmuls lose efficiency.
+MIN_ROWS = 128
+CHUNKS, CHUNK_SIZE = f"{PLAN}.moe_num_chunks", f"{PLAN}.moe_chunk_size"
+
+
+def asked(subject: Subject) -> bool:
+    return subject.get(DISPATCHER) == NAME
+
+
+def _read(subject: Subject) -> tuple[ChunkMoEConfig, list[ConfigError]]:
+    """The settings without what is wrong with them; and all that is wrong."""
+    config, wrong = read_leniently(ChunkMoEConfig.from_mapping, subject.get(PLAN, {}), PLAN)
+    return config or ChunkMoEConfig(), wrong
+
+
+def settings(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        plan = subject.get(PLAN)
+        for error in _read(subject)[1]:
+            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
+
+
+def both_sizes(subject: Subject) -> Iterator[Problem]:
+    told = _read(subject)[0].both_sizes
+    if told:
+        yield Problem(ConfigError(f"{CHUNK_SIZE}: {told}", CHUNK_SIZE), (Remove(CHUNK_SIZE),))
+
+
+def experts_named(subject: Subject) -> Iterator[Problem]:
+    if asked(subject) or subject.get(SIZE, 1) > 1:
+        yield from problems(checks.check_names, subject.get(f"{PLAN}.apply_modules", []))
+
+
+def exchange(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        yield from problems(checks.check_exchange, subject.get(SIZE, 1))
+
+
+def effect(subject: Subject) -> Iterator[Problem]:
+    if _read(subject)[0] != ChunkMoEConfig():
+        ours = [key for key in subject.get(PLAN) if str(key).startswith(KEY_PREFIXES)]
+        yield from problems(checks.check_effect, ours, subject.get(DISPATCHER, "alltoall"))
+
+
+def size(subject: Subject) -> Iterator[Problem]:
+    value = subject.get(SIZE, 1)
+    if value < 1:
+        yield Problem(ConfigError.about(SIZE, value, "must be an integer >= 1", "write 1 for no expert parallelism"))
+        return
+    if subject.world is not None:
+        yield from problems(checks.check_ranks, value, subject.world)
+    yield from problems(checks.check_experts, value, model_config.num_experts(subject.text_config))
+
+
+def node(subject: Subject) -> Iterator[Problem]:
+    value = subject.get(SIZE, 1)
+    if value > subject.devices_per_node:
+        rule = f"larger than a node of {subject.devices_per_node} devices, so all-to-alls cross the slower link"
+        way_out = f"use {subject.devices_per_node} or less where the experts fit, or tell --devices-per-node"
+        yield Problem(ConfigError.about(SIZE, value, rule, way_out))
+
+
+def neighbours(subject: Subject) -> Iterator[Problem]:
+    if not asked(subject):
+        return
+    yield from problems(checks.check_ep_balance, subject.get("features.enable_ep_balance", False))
+    yield from problems(checks.check_quantisation, subject.get("training.quantization_plan.recipe_name"))
+    if subject.get("training.lora.enable", False):
+        yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))
+
+
+def back_end(subject: Subject) -> Iterator[Problem]:
+    name = subject.get(f"{PLAN}.chunk_moe_backend", "auto")
+    if not asked(subject) or name == "auto" or name not in BACKENDS:
+        return
+    from mindspeed_chunk import ops  # imports torch
+
+    try:
+        ops.check_available(name, name)
+    except ValueError as error:
+        yield Problem(ConfigError(f"{PLAN}.{error}", f"{PLAN}.chunk_moe_backend"))
+
+
+def two_chunks(subject: Subject) -> Iterator[Problem]:
+    config = _read(subject)[0]
+    if asked(subject) and config.moe_num_chunks == 2 and config.keep != "activations":
+        rule = f"keeping only the {config.keep} asks for memory, and two chunks are resident at once, so the peak stays"
+        yield Problem(ConfigError.about(CHUNKS, 2, rule, "use 4 or more"), (Set(CHUNKS, 4),))
+
+
+def collective(subject: Subject) -> Iterator[Problem]:
+    config = _read(subject)[0]
+    if asked(subject) and config.moe_chunk_size and not config.moe_num_chunks:
+        rule = "costs one more collective and host copy a call, in which ranks agree on the number of chunks"
+        yield Problem(ConfigError.about(CHUNK_SIZE, config.moe_chunk_size, rule, "moe_num_chunks needs none"))
+
+
+def tokens(subject: Subject) -> int | None:
+    """T at the most; None where the yaml does not say how long a sequence is."""
+    length = subject.get("data.dataset_param.basic_parameters.cutoff_len")
+    if length is None:
+        return None
+    samples = subject.get("training.micro_batch_size", 1)
+    if subject.get("features.enable_chunk_mbs", False):
+        samples = min(samples, subject.get("features.chunkmbs_plan.chunk_mbs", 1))
+    split = subject.get("parallel.ulysses_parallel_size", 1) * subject.get("parallel.ring_attention_size", 1)
+    return samples * length // max(split, 1)
+
+
+def few_rows(subject: Subject) -> Iterator[Problem]:
+    config, ep = _read(subject)[0], subject.get(SIZE, 1)
+    k, experts = model_config.top_k(subject.text_config), model_config.num_experts(subject.text_config)
+    most = tokens(subject)
+    if not asked(subject) or not most or not k or not experts or ep < 2:
+        return
+    count = config.moe_num_chunks or (-(-most // config.moe_chunk_size) if config.moe_chunk_size else 1)
+    rows = most * k * ep // (count * experts)
+    if count > 1 and rows < MIN_ROWS:
+        path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
+        rule = (
+            f"at most {rows} rows an expert and chunk, T K / (N L) = {most} x {k} / ({count} x {experts // ep}); "
+            f"below {MIN_ROWS} matmuls lose efficiency"
+        )
+        yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer, larger chunks"))
+
+
+def allgather(subject: Subject) -> Iterator[Problem]:
+    ep, k = subject.get(SIZE, 1), model_config.top_k(subject.text_config)
+    if subject.get(DISPATCHER) == "allgather" and k is not None and ep > k:
+        rule = f"gathers every token on all {ep} ranks, and an all-to-all sends it to {k} at the most (top-k)"
+        yield Problem(ConfigError.about(DISPATCHER, "allgather", rule, f"use alltoall or {NAME}"))
+
+
+def unread(subject: Subject) -> Iterator[Problem]:
+    path = f"{PLAN}.chunk_moe_skip_unread"
+    recompute = subject.get("features.recompute", False) or subject.get("parallel.recompute", False)
+    if asked(subject) and subject.get(path) is True and not recompute:
+        rule = "acts in the recompute of a block, and features.recompute is off"
+        yield Problem(ConfigError.about(path, True, rule, "turn recompute on, or remove it"), (Remove(path),))
+
+
+RULES = (
+    Rule("chunk-moe-settings", ERROR, "A key of Chunk MoE is unknown, out of range, or contradicts another.", settings),
+    Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, quantised "
+         "grouped matmuls, LoRA on experts.", neighbours),
+    Rule("chunk-moe-backend", ERROR, "The back end that is asked for by name is not in this version.", back_end),
+    Rule("experts-named", ERROR, "Expert parallelism or `chunkmoe` without the names of the experts.", experts_named),
+    Rule("ep-size", ERROR, "`expert_parallel_size` does not divide the number of ranks (with `--world`) or of experts "
+         "(with the model's config).", size),
+    Rule("chunk-moe-off", WARNING, "`chunkmoe` with `expert_parallel_size: 1`: no dispatcher is reached.", exchange),
+    Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE stand in a plan with another dispatcher.", effect),
+    Rule("both-sizes", WARNING, "`moe_num_chunks` and `moe_chunk_size` are both set; the first is used.", both_sizes),
+    Rule("two-chunks-for-memory", WARNING, "N = 2 with `chunk_moe_keep: rows` or `input` (or `chunk_moe_recompute`): "
+         "two chunks are resident at once, so N = 2 does not lower the peak.", two_chunks),
+    Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node (`--devices-per-node`).", node),
+    Rule("skip-unread-unused", WARNING, "`chunk_moe_skip_unread` without recompute.", unread),
+    Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows an expert and chunk. Rows are T x K / (N x L), as in "
+         "[performance](performance.md#when-not-to-chunk): T tokens of a call at the most (the smaller of "
+         "`micro_batch_size` and `chunk_mbs`, times `cutoff_len`, over the context-parallel size), K top-k, N chunks, "
+         "L experts of a rank. Needs `cutoff_len` and the model's config.", few_rows),
+    Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs a collective and a host copy a call that "
+         "`moe_num_chunks` does without.", collective),
+    Rule("allgather-traffic", NOTE, "`allgather` with `expert_parallel_size` > top-k moves more rows than an "
+         "all-to-all. Needs the model's config.", allgather),
+)  # fmt: skip

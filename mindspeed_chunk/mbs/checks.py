@@ -1,0 +1,101 @@
+"""What can be wrong around ChunkMBS in a configuration, before a model is built.
+
+Each function raises a ConfigError for one kind of mistake; whether that ends a run is the caller's to say. No torch in
+here: the host's start, the embedded trainer and the command line call them alike. What only a call can tell, the sizes
+of arguments above all, is checked at the first one, and names of modules by `block.check_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
+from mindspeed_chunk.names import covered, prefixes, read_patterns
+
+ENABLE = "features.enable_chunk_mbs"
+PLAN = "features.chunkmbs_plan"
+BLOCKS = f"{PLAN}.apply_modules"
+HOOKS = "parallel.fsdp_plan.hook_modules"
+
+# Modules that are recomputed or offloaded, by the key that turns it on; None where it is off.
+Inner = Mapping[str, Sequence[str] | None]
+
+_PLANS = {
+    "features.recompute": "features.recompute_plan",
+    "features.enable_activation_offload": "features.activation_offload_plan",
+    "parallel.recompute": "parallel.recompute_plan",
+}
+
+
+def names_key(switch: str) -> str:
+    """The list of modules that belongs to a key of `Inner`."""
+    return f"{_PLANS.get(switch, switch)}.apply_modules"
+
+
+def read_config(plan: object) -> ChunkMBSConfig:
+    """The settings of a run with ChunkMBS on."""
+    if isinstance(plan, Mapping) and not plan.get("apply_modules"):
+        rule, way_out = "ChunkMBS needs the names of the blocks", "for Qwen3.5-MoE: model.language_model.layers.{*}"
+        raise ConfigError.about(BLOCKS, plan.get("apply_modules"), rule, way_out)
+    return ChunkMBSConfig.from_mapping(plan, PLAN)
+
+
+def check_loss(router_aux_loss_offload: object) -> None:
+    if router_aux_loss_offload:
+        raise ConfigError.about(
+            "features.loss_cfg.router_aux_loss_offload",
+            True,
+            "counts one call of each router a step, and ChunkMBS makes one a micro-chunk",
+            "set it to false",
+        )
+
+
+def check_covered(inner: Inner, blocks: Sequence[str]) -> None:
+    """Every block must be recomputed and offloaded as well, where these are on."""
+    patterns = read_patterns(blocks, BLOCKS)
+    for switch, texts in inner.items():
+        names = names_key(switch)
+        others = read_patterns(texts or (), names)
+        missing = [pattern.text for pattern in patterns if texts is not None and not covered(pattern, others)]
+        if missing:
+            raise ConfigError.about(BLOCKS, missing, f"must be in {names}, too", f"add them to {names}")
+
+
+def check_memory(inner: Inner) -> None:
+    """Recompute and offload should be on."""
+    off = [switch for switch, patterns in inner.items() if patterns is None]
+    if off:
+        rule = "without it every micro-chunk's activations stay on the device, and ChunkMBS saves little memory"
+        error = ConfigError.about(" and ".join(off), "off", rule, f"turn it on for the modules of {PLAN}")
+        error.path = off[0]
+        raise error
+
+
+def check_hooks(units: Mapping[str, Sequence[str]], hooks: Sequence[str], blocks: Sequence[str]) -> None:
+    """FSDP2 units inside of a block must be gathered with the block, not once a micro-chunk.
+
+    `units`: their names by the list of the yaml that they stand in.
+    """
+    block_patterns, hook_patterns = read_patterns(blocks, BLOCKS), read_patterns(hooks, HOOKS)
+
+    def apart(name: str) -> bool:
+        block = min(prefixes(name, block_patterns), default=None)
+        hook = max(prefixes(name, hook_patterns), default=0)  # the host takes the innermost
+        return block is not None and block < name.count(".") + 1 and not 0 < hook <= block
+
+    patterns = [pattern for path, texts in units.items() for pattern in read_patterns(texts, path)]
+    inside = list(dict.fromkeys(each.text for each in patterns if any(map(apart, each.examples()))))
+    if inside:
+        raise ConfigError.about(
+            HOOKS,
+            list(hooks),
+            f"{', '.join(inside)} are FSDP units inside of blocks of {PLAN}, and would be gathered once a micro-chunk",
+            f"list {', '.join(blocks)}, and nothing inside of them",
+        )
+
+
+def check_size(chunk_mbs: int, micro_batch_size: int) -> None:
+    if chunk_mbs >= micro_batch_size:
+        path = f"{PLAN}.chunk_mbs"
+        rule = f"without effect, since training.micro_batch_size is {micro_batch_size}"
+        raise ConfigError(f"{path}: {chunk_mbs}: {rule}", path)

@@ -1,0 +1,76 @@
+"""What can be wrong around Chunk MoE in a configuration, before a model is built or a rank is met.
+
+Each function raises a ConfigError for one kind of mistake; whether that ends a run is the caller's to say. No torch in
+here: the host's start, the embedded trainer and the command line call them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mindspeed_chunk.config import ConfigError
+
+NAME = "chunkmoe"
+PLAN = "parallel.ep_plan"
+DISPATCHER = f"{PLAN}.dispatcher"
+SIZE = "parallel.expert_parallel_size"
+
+# a shared expert is a plain module, and none of a dispatcher's business
+_ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")
+
+
+def check_names(apply_modules: Sequence[str] | None) -> None:
+    if not apply_modules:
+        raise ConfigError.about(
+            f"{PLAN}.apply_modules", apply_modules,
+            "expert parallelism and chunkmoe need the modules that hold the experts",
+            "for Qwen3.5-MoE: model.language_model.layers.{*}.mlp.experts",
+        )  # fmt: skip
+
+
+def check_exchange(size: int) -> None:
+    """Of a plan that says chunkmoe."""
+    if size == 1:
+        rule = f"{DISPATCHER}: {NAME} has no effect, since MindSpeed-MM then reaches no dispatcher"
+        raise ConfigError.about(SIZE, size, rule, "set it to 2 or more")
+
+
+def check_ranks(size: int, ranks: int) -> None:
+    if ranks % size:
+        raise ConfigError.about(SIZE, size, f"must divide the number of ranks, {ranks}", "change one of the two")
+
+
+def check_experts(size: int, experts: int | None) -> None:
+    """`experts`: the model's; None where that is not known."""
+    if experts is not None and experts % size:
+        rule = f"must divide the model's number of experts, {experts}"
+        raise ConfigError.about(SIZE, size, rule, "change it, or the model")
+
+
+def check_effect(keys: Iterable[str], dispatcher: str) -> None:
+    """`keys`: those of Chunk MoE that stand in the plan."""
+    keys = [f"{PLAN}.{key}" for key in keys]
+    if keys and dispatcher != NAME:
+        message = f"{', '.join(keys)}: without effect while {DISPATCHER} is {dispatcher}; set it to {NAME}"
+        raise ConfigError(message, keys[0])
+
+
+def check_ep_balance(enabled: object) -> None:
+    if enabled:
+        rule = "moves experts between ranks, which chunkmoe does not"
+        raise ConfigError.about("features.enable_ep_balance", True, rule, "use alltoall")
+
+
+def check_quantisation(recipe: object) -> None:
+    if recipe:
+        rule = "quantised grouped matmuls are the host's own, and chunkmoe would run plain ones"
+        raise ConfigError.about("training.quantization_plan.recipe_name", recipe, rule, "use alltoall")
+
+
+def check_lora(targets: Iterable[str]) -> None:
+    """`targets`: those of a LoRA that is on."""
+    experts = [name for name in targets if _ROUTED_EXPERTS.search(name)]
+    if experts:
+        rule = "adapters on experts are not seen by a dispatcher, which is handed the plain weights"
+        raise ConfigError.about("training.lora.target_modules", experts, rule, "leave the experts out")

@@ -1,0 +1,108 @@
+"""Reads a MindSpeed-MM yaml as MindSpeed-MM does and says what is wrong (error), risky (warning) or wasteful (note).
+
+Exit code: 0 with nothing or notes only, 1 with an error or a warning, 2 where the file cannot be read as a
+configuration or the command is wrong; with --fix it still speaks of CONFIG.yaml as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mindspeed_chunk import lint
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.lint import report, rules_batch
+from mindspeed_chunk.lint.document import Document
+from mindspeed_chunk.lint.rule import Subject
+
+_BESIDE = ""  # --fix without a name
+UNREADABLE = 2
+
+
+def main() -> int:
+    options = _options()
+    if options.markdown:
+        print(report.markdown())
+        return 0
+    try:
+        return _lint(options)
+    except ConfigError as error:
+        if options.json:
+            print(json.dumps({"file": options.config, "error": str(error)}, indent=1))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return UNREADABLE
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-chunk lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
+    parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; more can be checked")
+    parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8, help="default: 8")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "--fix",
+        metavar="OUT.yaml",
+        nargs="?",
+        const=_BESIDE,
+        help="also write a corrected copy and show the difference; without a name: CONFIG.fixed.yaml, beside the file",
+    )
+    parser.add_argument("--markdown", action="store_true", help="the table of rules, as in docs/lint.md; no checks")
+    options = parser.parse_args()
+    if options.config is None and not options.markdown:
+        parser.error("give CONFIG.yaml")
+    return options
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer >= 1")
+    return int(text)
+
+
+def _lint(options: argparse.Namespace) -> int:
+    document = Document.read(Path(options.config))
+    found = lint.check(document, options.world, options.devices_per_node)
+    batch = rules_batch.global_batch(Subject(document, options.world, options.devices_per_node))
+    told = {"file": options.config, "findings": report.as_json(found), "counts": report.counts(found)}
+    if batch is not None:
+        told["global_batch"] = batch[0]
+    if not options.json:
+        print("\n".join(report.lines(options.config, found)))
+        if batch is not None:
+            print(f"{options.config}: global batch on {options.world} ranks: {batch[0]} = {batch[1]}")
+    if options.fix is not None:
+        told["fixed"] = _fix(options, document, found)
+    if options.json:
+        print(json.dumps(told, indent=1))
+    return report.exit_code(found)
+
+
+def _fix(options: argparse.Namespace, document: Document, found: list) -> str | None:
+    """Write the corrected copy. Returns its path; None where there is nothing to correct."""
+    given = Path(options.config)
+    path = Path(options.fix) if options.fix != _BESIDE else given.with_name(f"{given.stem}.fixed{given.suffix}")
+    made = report.fixed(document, found)
+    difference = report.difference(document, made, str(path))
+    if not difference:
+        if not options.json:
+            print(f"{options.config}: nothing that --fix corrects; no file written")
+        return None
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(made.text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give another file") from None
+    if not options.json:
+        print(difference, end="")
+        left = lint.check(made, options.world, options.devices_per_node)
+        print(report.lines(str(path), left)[-1])
+    return str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""`mindspeed-chunk lint` as it is called: exit codes, JSON, corrected copies, yamls of this project and of hosts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lint_cases import CLEAN, EXAMPLE, spoilt
+from mindspeed_chunk import lint
+from mindspeed_chunk.lint.document import Document, Unreadable
+from mindspeed_chunk.tools import lint as command
+
+MISSPELT = spoilt(("enable_chunk_mbs:", "enable_chunk_mb:"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Calls the command on a text; returns its exit code, output and error output."""
+
+    def call(text, *options):
+        path = tmp_path / "config.yaml"
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["mindspeed-chunk", str(path), *options])
+        try:
+            code = command.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_exit_codes(run):
+    assert run(CLEAN)[0] == 0
+    code, told, _ = run(spoilt(("moe_num_chunks: 4", "moe_num_chunks: 8")))
+    assert code == 0 and ": note: " in told, "notes alone are no reason to stop"
+    assert run(MISSPELT)[0] == 1
+    assert run(spoilt(("moe_num_chunks: 4", "moe_num_chunks: -4")))[0] == 1
+
+
+def test_a_line_names_file_line_severity_path_value_and_rule(run, tmp_path):
+    _, told, _ = run(MISSPELT, "--world", "4")
+    line = MISSPELT.splitlines().index("  enable_chunk_mb: true") + 1
+    assert told.splitlines() == [
+        f"{tmp_path}/config.yaml:{line}: warning: features.enable_chunk_mb: True: unknown key, which MindSpeed-MM "
+        "takes without a word; the nearest one is enable_chunk_mbs [misspelt-key]",
+        f"{tmp_path}/config.yaml: 0 errors, 1 warning, 0 notes",
+        f"{tmp_path}/config.yaml: global batch on 4 ranks: 16 = 4 x 4 data-parallel x 1 accumulated",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot be read: No such file"),
+        (CLEAN.replace("  recompute: true", "\trecompute: true"), "a tab"),
+        (CLEAN + "training: {}\n", "training: stands twice"),
+        (spoilt(("micro_batch_size: 4", "micro_batch_size: four")), "micro_batch_size: 'four': must be an integer"),
+        (spoilt(("moe_num_chunks: 4", "moe_num_chunks: two")), "moe_num_chunks: 'two': must be an integer"),
+        (spoilt(("recompute: true", "recompute: 7")), "features.recompute: 7: must be a boolean"),
+        ("parallel: [1]\ntraining: {}\n", "parallel: [1]: must be a mapping"),
+        ("dataset_param: {a: 1}\n", "not a yaml of MindSpeed-MM's FSDP2 trainer"),
+        ("just text\n", "must be a mapping"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(run, text, told):
+    code, out, err = run(text)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and told in err and err.count("\n") == 1
+    code, out, err = run(text, "--json")
+    assert code == 2 and err == "" and told in json.loads(out)["error"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--world", "0"], ["--world", "four"], ["--no-such"], ["--devices-per-node", "-1"]]
+)
+def test_bad_usage_is_2(run, options):
+    assert run(CLEAN, *options)[0] == 2
+
+
+def test_json(run):
+    code, out, _ = run(MISSPELT, "--json", "--world", "8")
+    told = json.loads(out)
+    (found,) = told["findings"]
+    assert code == 1 and told["counts"] == {"error": 0, "warning": 1, "note": 0} and told["global_batch"] == 32
+    assert found["rule"] == "misspelt-key" and found["path"] == "features.enable_chunk_mb" and found["fixable"]
+
+
+def test_a_copy_is_corrected_and_the_original_is_not(run, tmp_path):
+    code, out, _ = run(MISSPELT, "--fix")
+    copy = tmp_path / "config.fixed.yaml"
+    assert code == 1 and (tmp_path / "config.yaml").read_text(encoding="utf-8") == MISSPELT
+    assert copy.read_text(encoding="utf-8") == CLEAN
+    assert "-  enable_chunk_mb: true\n+  enable_chunk_mbs: true\n" in out
+    assert out.endswith(f"{copy}: 0 errors, 0 warnings, 0 notes\n")
+    copy.unlink()
+    assert "no file written" in run(CLEAN, "--fix")[1] and not copy.exists()
+
+
+def test_the_original_is_written_only_by_its_name(run, tmp_path):
+    path = tmp_path / "config.yaml"
+    assert json.loads(run(MISSPELT, "--json", "--fix", str(path))[1])["fixed"] == str(path)
+    assert path.read_text(encoding="utf-8") == CLEAN
+    assert run(MISSPELT, "--fix", str(tmp_path / "none" / "x.yaml"))[0] == 2
+
+
+def test_the_command_is_registered_and_imports_no_torch_without_a_model(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(spoilt(("/tiny", "/none")), encoding="utf-8")
+    program = (
+        "import sys; from mindspeed_chunk.tools.__main__ import main; "
+        f"sys.argv = ['mindspeed-chunk', 'lint', {str(path)!r}]; code = main(); "
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
+
+
+def test_the_sample_in_the_readme_is_what_is_printed(run, tmp_path):
+    text = (EXAMPLE / "qwen3_5_35b_npu.yaml").read_text(encoding="utf-8")
+    text = text.replace("moe_num_chunks: 2", "moe_num_chunk: 2").replace("    chunk_mbs: 2", "    chunk_mbs: 4")
+    _, told, _ = run(text, "--world", "16")
+    readme = (EXAMPLE.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"--world 16\n{told.replace(f'{tmp_path}/', '')}```" in readme
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda path: path.name)
+def test_our_examples_have_neither_errors_nor_warnings(path):
+    for world in (None, 2 if "tiny" in path.name else 16):
+        assert not [each for each in lint.check(Document.read(path), world) if each.severity != "note"]
+
+
+def test_stock_yamls_have_no_errors():
+    home = os.environ.get("MINDSPEED_MM_HOME")
+    if not home:
+        pytest.skip("MINDSPEED_MM_HOME is not set: no stock yamls to read")
+    paths = sorted(Path(home, "examples").rglob("*.yaml"))
+    if not paths:
+        pytest.skip(f"{home} has no yamls in examples")
+    checked = 0
+    for path in paths:
+        try:
+            found = lint.check(Document.read(path))
+        except Unreadable as error:
+            assert "\n" not in str(error)
+            if "not a yaml of MindSpeed-MM's FSDP2 trainer" not in str(error):
+                with pytest.raises(yaml.YAMLError):  # then it cannot be read by the host either
+                    yaml.safe_load(path.read_text(encoding="utf-8"))
+            continue
+        checked += 1
+        assert not [each for each in found if each.severity == "error"], path
+    assert checked

@@ -1,0 +1,201 @@
+"""Seeded mistakes: each is found, by its rule, in its line, and nothing is found in the yaml without it."""
+
+import pytest
+
+from lint_cases import CLEAN, EXAMPLE, ROOT, WORLD, spoilt
+from mindspeed_chunk import lint
+from mindspeed_chunk.lint import report
+from mindspeed_chunk.lint.document import Document
+
+MOE, MBS = "parallel.ep_plan", "features.chunkmbs_plan"
+CHUNKS, LAYERS = "moe_num_chunks: 4", "model.language_model.layers"
+DISPATCHER = "dispatcher: chunkmoe"
+
+
+def add(where, *lines):
+    """Further lines behind one that is there, as deep as they say."""
+    return (where + "\n", "\n".join([where, *lines]) + "\n")
+
+
+# name: (rule, path, part of the line, changes)
+SEEDS = {
+    "negative": ("chunk-moe-settings", f"{MOE}.moe_num_chunks", "must be an integer >= 0",
+                 [(CHUNKS, f"{CHUNKS[:-1]}-4")]),
+    "misspelt chunks": ("chunk-moe-settings", f"{MOE}.moe_num_chunk", "nearest one is moe_num_chunks",
+                        [(CHUNKS, "moe_num_chunk: 4")]),
+    "schedule": ("chunk-moe-settings", f"{MOE}.chunk_moe_schedule", "must be one of rolling, pair",
+                 [add(CHUNKS, "    chunk_moe_schedule: roling")]),
+    "keep": ("chunk-moe-settings", f"{MOE}.chunk_moe_keep", "contradicts",
+             [add(CHUNKS, "    chunk_moe_keep: input", "    chunk_moe_recompute: true")]),
+    "back end": ("chunk-moe-settings", f"{MOE}.chunk_moe_backend", "must be one of auto",
+                 [add(CHUNKS, "    chunk_moe_backend: gpu")]),
+    "dispatcher": ("dispatcher-name", f"{MOE}.dispatcher", "nearest one is chunkmoe",
+                   [(DISPATCHER, "dispatcher: chunkmo")]),
+    "EP balance": ("chunk-moe-neighbour", "features.enable_ep_balance", "use alltoall",
+                   [("enable_ep_balance: false", "enable_ep_balance: true")]),
+    "quantisation": ("chunk-moe-neighbour", "training.quantization_plan.recipe_name", "use alltoall",
+                     [add("training:", "  quantization_plan: {recipe_name: mxfp8}")]),
+    "LoRA": ("chunk-moe-neighbour", "training.lora.target_modules", "leave the experts out",
+             [add("training:", "  lora: {enable: true, target_modules: [mlp.experts.gate_up_proj]}")]),
+    "no experts": ("experts-named", f"{MOE}.apply_modules", "need the modules that hold the experts",
+                   [(f"  ep_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}.mlp.experts\n", "  ep_plan:\n")]),
+    "EP and ranks": ("ep-size", "parallel.expert_parallel_size", "number of ranks, 4",
+                     [("expert_parallel_size: 2", "expert_parallel_size: 8")]),
+    "EP and experts": ("ep-size", "parallel.expert_parallel_size", "number of experts, 16",
+                       [("expert_parallel_size: 2", "expert_parallel_size: 3")]),
+    "EP 0": ("ep-size", "parallel.expert_parallel_size", ">= 1",
+             [("expert_parallel_size: 2", "expert_parallel_size: 0")]),
+    "EP 1": ("chunk-moe-off", "parallel.expert_parallel_size", "no effect",
+             [("expert_parallel_size: 2", "expert_parallel_size: 1")]),
+    "EP and nodes": ("ep-crosses-nodes", "parallel.expert_parallel_size", "a node of 8",
+                     [("expert_parallel_size: 2", "expert_parallel_size: 16")]),
+    "unused keys": ("chunk-keys-unused", f"{MOE}.moe_num_chunks", "set it to chunkmoe",
+                    [(DISPATCHER, "dispatcher: alltoall")]),
+    "both sizes": ("both-sizes", f"{MOE}.moe_chunk_size", "both set", [add(CHUNKS, "    moe_chunk_size: 512")]),
+    "two chunks": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "the peak stays",
+                   [(CHUNKS, "moe_num_chunks: 2\n    chunk_moe_recompute: true")]),
+    "skip unread": ("skip-unread-unused", f"{MOE}.chunk_moe_skip_unread", "acts in the recompute",
+                    [add(CHUNKS, "    chunk_moe_skip_unread: true"), ("  recompute: true", "  recompute: false")]),
+    "few rows": ("few-rows", f"{MOE}.moe_num_chunks", "at most 96 rows", [(CHUNKS, "moe_num_chunks: 8")]),
+    "few rows by size": ("few-rows", f"{MOE}.moe_chunk_size", "at most 24 rows", [(CHUNKS, "moe_chunk_size: 64")]),
+    "chunk size": ("chunk-size-collective", f"{MOE}.moe_chunk_size", "one more collective",
+                   [(CHUNKS, "moe_chunk_size: 512")]),
+    "allgather": ("allgather-traffic", f"{MOE}.dispatcher", "on all 4 ranks",
+                  [(DISPATCHER, "dispatcher: allgather"), ("expert_parallel_size: 2", "expert_parallel_size: 4")]),
+    "misspelt dispatcher": ("misspelt-key", f"{MOE}.dispatchr", "nearest one is dispatcher",
+                            [("dispatcher:", "dispatchr:")]),
+    "misspelt switch": ("misspelt-key", "features.enable_chunk_mb", "is enable_chunk_mbs",
+                        [("enable_chunk_mbs:", "enable_chunk_mb:")]),
+    "misspelt section": ("misspelt-key", "feature", "is features", [("features:", "feature:")]),
+    "misplaced chunks": ("misplaced-key", "parallel.moe_num_chunks", f"belongs under {MOE}",
+                         [(f"    {CHUNKS}\n", f"  {CHUNKS}\n")]),
+    "misplaced plan": ("misplaced-key", "parallel.enable_chunk_mbs", "belongs under features",
+                       [("  enable_chunk_mbs: true\n", ""),
+                        add("  expert_parallel_size: 2", "  enable_chunk_mbs: true")]),
+    "micro batch": ("positive-size", "training.micro_batch_size", ">= 1",
+                    [("micro_batch_size: 4", "micro_batch_size: 0")]),
+    "Ulysses": ("world-split", "parallel.ulysses_parallel_size", "must divide the number of ranks, 4",
+                [("ulysses_parallel_size: 1", "ulysses_parallel_size: 3")]),
+    "shards": ("world-split", "parallel.fully_shard_parallel_size", "write auto",
+               [("fully_shard_parallel_size: auto", "fully_shard_parallel_size: 3")]),
+    "data parallel": ("world-split", "parallel.data_parallel_size", "4 ranks make 4",
+                      [add("  ulysses_parallel_size: 1", "  data_parallel_size: 2")]),
+    "global batch": ("global-batch", "training.global_batch_size", "makes 16, 4 x 4",
+                     [add("training:", "  global_batch_size: 64")]),
+    "accumulation": ("accumulation-gathers", "training.gradient_accumulation_steps", "gathers once",
+                     [("accumulation_steps: 1", "accumulation_steps: 4"), ("chunk_mbs: true", "chunk_mbs: false")]),
+    "chunk 0": ("chunk-mbs-settings", f"{MBS}.chunk_mbs", "must be an integer >= 1",
+                [("chunk_mbs: 2", "chunk_mbs: 0")]),
+    "unknown MBS key": ("chunk-mbs-settings", f"{MBS}.chunk_mb", "nearest one is chunk_mbs",
+                        [("chunk_mbs: 2", "chunk_mb: 2")]),
+    "no blocks": ("chunk-mbs-settings", f"{MBS}.apply_modules", "names of the blocks",
+                  [(f"chunkmbs_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}\n", "chunkmbs_plan:\n")]),
+    "not recomputed": ("chunk-mbs-covered", f"{MBS}.apply_modules", "recompute_plan.apply_modules, too",
+                       [(f"recompute_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}",
+                         f"recompute_plan:\n    apply_modules:\n      - {LAYERS}.{{0-2}}.mlp")]),
+    "not offloaded": ("chunk-mbs-covered", f"{MBS}.apply_modules", "offload_plan.apply_modules, too",
+                      [(f', "{LAYERS}.{{*}}"', "")]),
+    "no recompute": ("chunk-mbs-memory", "features.recompute", "saves little memory",
+                     [("  recompute: true", "  recompute: false")]),
+    "no hooks": ("chunk-mbs-hooks", "parallel.fsdp_plan.hook_modules", "gathered once a micro-chunk",
+                 [(f"    hook_modules:\n      - {LAYERS}.{{*}}\n", "")]),
+    "offloaded loss": ("chunk-mbs-loss", "features.loss_cfg.router_aux_loss_offload", "set it to false",
+                       [("aux_loss_offload: false", "aux_loss_offload: true")]),
+    "chunk of a batch": ("chunk-mbs-size", f"{MBS}.chunk_mbs", "without effect", [("chunk_mbs: 2", "chunk_mbs: 4")]),
+    "uneven": ("chunk-mbs-uneven", "training.micro_batch_size", "the last micro-chunk has 1",
+               [("micro_batch_size: 4", "micro_batch_size: 5")]),
+    "uneven validation": ("chunk-mbs-uneven", "training.val_micro_batch_size", "does not divide",
+                          [add("training:", "  val_micro_batch_size: 3")]),
+    "last batch": ("chunk-mbs-last-batch", "data.dataloader_param.drop_last", "equally many",
+                   [("drop_last: true", "drop_last: false")]),
+    "wildcard": ("wildcard", "parallel.fsdp_plan.apply_modules", "{a} is no wildcard",
+                 [("- lm_head", "- lm_head.{a}")]),
+    "no such module": ("unmatched-name", "parallel.fsdp_plan.apply_modules", "nearest one is lm_head",
+                       [("- lm_head", "- lm_heat")]),
+    "nested blocks": ("chunk-mbs-order", f"{MBS}.apply_modules", "inside of other modules of the list",
+                      [(f"chunkmbs_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}\n",
+                        f"chunkmbs_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}\n      - {LAYERS}.{{*}}.mlp\n")]),
+    "no model": ("model-not-checked", "model.model_name_or_path", "were not checked", [("/tiny", "/none")]),
+}  # fmt: skip
+
+
+def find(text):
+    return lint.check(Document(text, str(EXAMPLE / "seeded.yaml")), WORLD)
+
+
+@pytest.fixture(scope="module")
+def clean():
+    return find(CLEAN)
+
+
+def test_nothing_is_found_where_nothing_is_wrong(clean):
+    assert clean == []
+    assert len(SEEDS) >= 25
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seeded_mistake_is_found(name, clean):
+    rule, path, part, changes = SEEDS[name]
+    text = spoilt(*changes)
+    found = [each for each in find(text) if each.rule == rule and each.path == path and part in each.message]
+    assert len(found) == 1, find(text)
+    assert "\n" not in found[0].message
+    assert not [finding for finding in clean if finding.rule == rule]
+    line = text.splitlines()[found[0].line - 1]
+    keys = path.split(".")
+    if rule in ("wildcard", "unmatched-name"):
+        assert line == f"      {changes[0][1]}  # the last one", "not the line of the item"
+    elif Document(text, "seeded").find(path) is not None:
+        assert f" {keys[-1]}:" in f" {line}" or f"{{{keys[-1]}:" in line
+
+
+def test_one_mistake_is_told_once():
+    """A wildcard that cannot be read stands in the way of other rules, too."""
+    text = spoilt((f"hook_modules:\n      - {LAYERS}.{{*}}", f"hook_modules:\n      - {LAYERS}.{{x}}"))
+    assert [finding.rule for finding in find(text)] == ["wildcard"]
+
+
+def test_every_rule_has_a_seed_or_says_why_not():
+    elsewhere = {"chunk-moe-backend"}  # what this version has is the next test's
+    assert {rule.id for rule in lint.RULES} == {seed[0] for seed in SEEDS.values()} | elsewhere
+    assert len({rule.id for rule in lint.RULES}) == len(lint.RULES)
+
+
+def test_a_back_end_that_is_not_there(monkeypatch):
+    from mindspeed_chunk import ops
+
+    monkeypatch.setattr(ops, "AVAILABLE", ("cpu",))
+    (found,) = find(spoilt(add(CHUNKS, "    chunk_moe_backend: cuda")))
+    assert found.rule == "chunk-moe-backend" and "this version has no back end for cuda" in found.message
+    assert find(spoilt(add(CHUNKS, "    chunk_moe_backend: cpu"))) == []
+
+
+def test_all_mistakes_of_one_plan_are_told_at_once():
+    text = spoilt((CHUNKS, "moe_num_chunks: -1\n    chunk_moe_schedule: x\n    moe_size: 3"))
+    assert [finding.path.rpartition(".")[2] for finding in find(text)] == [
+        "moe_num_chunks", "chunk_moe_schedule", "moe_size",
+    ]  # fmt: skip
+
+
+def test_what_needs_ranks_is_not_checked_without_them():
+    text = spoilt(add("  ulysses_parallel_size: 1", "  data_parallel_size: 3"))
+    assert lint.check(Document(text, str(EXAMPLE / "seeded.yaml"))) == []
+
+
+def test_recompute_of_an_older_host_stands_under_parallel():
+    old = spoilt(
+        ("  recompute: true\n  recompute_plan:", "  other_plan:"),
+        ("  enable_activation_offload: true\n", ""),
+        ("  ulysses_parallel_size: 1", f"  recompute: true\n  recompute_plan: {{apply_modules: ['{LAYERS}.{{*}}']}}"),
+        ("model:\n", f"model:\n  activation_offload_plan: {{apply_modules: ['{LAYERS}.{{*}}']}}\n"),
+    )
+    assert find(old) == []
+    plan = f"offload_plan: {{apply_modules: ['{LAYERS}."
+    other = old.replace(f"{plan}{{*}}", f"{plan}{{1-3}}")
+    (found,) = [each for each in find(other) if each.rule == "chunk-mbs-covered"]
+    assert "model.activation_offload_plan.apply_modules, too" in found.message
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code():
+    text = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")
+    assert report.markdown() in text, "put the output of `mindspeed-chunk lint --markdown` into docs/lint.md"
