@@ -37,7 +37,9 @@ def check(arguments: object) -> None:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
     config = checks.read_config(features.get("chunkmbs_plan", {}))
-    checks.check_loss((features.get("loss_cfg") or {}).get("router_aux_loss_offload"))
+    for path in checks.NEIGHBOURS:
+        checks.check_neighbour(path, settings.value_at(features, path))
+    checks.check_loss(settings.value_at(features, checks.LOSS))
     _count_rows(arguments.parallel)
     hooks = getattr(arguments.parallel.fsdp_plan, "hook_modules", None) or []
     checks.check_hooks(_units(arguments.parallel), hooks, config.apply_modules)

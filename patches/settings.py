@@ -46,6 +46,13 @@ def features(arguments: object) -> Mapping[str, object]:
     return section if isinstance(section, Mapping) else {}
 
 
+def value_at(features: object, path: str) -> object:
+    """What stands at `features.<...>` in the features section; None where there is no such place."""
+    for key in path.split(".")[1:]:
+        features = features.get(key) if isinstance(features, Mapping) else None
+    return features
+
+
 def plain_name(plan_class: type) -> str:
     """What this host calls its plain all-to-all."""
     names = typing.get_args(typing.get_type_hints(plan_class)["dispatcher"])

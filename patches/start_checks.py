@@ -97,6 +97,7 @@ def _check_neighbours(arguments: object) -> None:
     """Features that Chunk MoE does not work with, by the key that turns them on."""
     features, training = getattr(arguments, "features", None), arguments.training  # 26.0 has no features
     checks.check_ep_balance(getattr(features, "enable_ep_balance", False))
+    checks.check_op_replay(settings.value_at(settings.features(arguments), checks.OP_REPLAY))
     checks.check_quantisation(getattr(getattr(training, "quantization_plan", None), "recipe_name", None))
     lora = getattr(training, "lora", None)
     if getattr(lora, "enable", False):

@@ -356,6 +356,8 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
     else:
         cases["offload"] = str(configured(tmp_path / "offload", flavour, features=OFFLOADED_TOO)), {}
         expected["offload"] = ["features.loss_cfg.router_aux_loss_offload: True: "]
+        cases["layer"] = str(configured(tmp_path / "layer", flavour, features={"enable_chunk_layer": True})), {}
+        expected["layer"] = ["features.enable_chunk_layer: True: has not been tried", "MINDSPEED_CHUNK_MBS=host"]
     text = f"FLAVOUR, CASES = {flavour!r}, {cases!r}\n{READ}"
     answer = run_code(flavour, text, timeout=TIMEOUT_S)
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]

@@ -91,8 +91,13 @@ def hooks(subject: Subject) -> Iterator[Problem]:
 
 def loss(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        path = "features.loss_cfg.router_aux_loss_offload"
-        yield from problems(checks.check_loss, subject.get(path, False), edits=[Set(path, False)])
+        yield from problems(checks.check_loss, subject.get(checks.LOSS, False), edits=[Set(checks.LOSS, False)])
+
+
+def neighbours(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        for path in checks.NEIGHBOURS:
+            yield from problems(checks.check_neighbour, path, subject.get(path))
 
 
 def size(subject: Subject) -> Iterator[Problem]:
@@ -123,6 +128,7 @@ RULES = (
     Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside of a block of ChunkMBS are not gathered with it "
          "(`hook_modules`).", hooks),
     Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
+    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with.", neighbours),
     Rule("chunk-mbs-memory", WARNING, "ChunkMBS without recompute or offload saves little memory.", memory),
     Rule("chunk-mbs-size", WARNING, "`chunk_mbs` is not smaller than `micro_batch_size`, so nothing is cut.", size),
     Rule("chunk-mbs-last-batch", WARNING, "ChunkMBS with `drop_last: false`: ranks may differ in their last batch.",

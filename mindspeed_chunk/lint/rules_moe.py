@@ -82,6 +82,7 @@ def neighbours(subject: Subject) -> Iterator[Problem]:
     if not asked(subject):
         return
     yield from problems(checks.check_ep_balance, subject.get("features.enable_ep_balance", False))
+    yield from problems(checks.check_op_replay, subject.get(checks.OP_REPLAY))
     yield from problems(checks.check_quantisation, subject.get("training.quantization_plan.recipe_name"))
     if subject.get("training.lora.enable", False):
         yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))

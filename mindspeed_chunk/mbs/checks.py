@@ -15,7 +15,17 @@ from mindspeed_chunk.names import covered, prefixes, read_patterns
 ENABLE = "features.enable_chunk_mbs"
 PLAN = "features.chunkmbs_plan"
 BLOCKS = f"{PLAN}.apply_modules"
+LOSS = "features.loss_cfg.router_aux_loss_offload"
 HOOKS = "parallel.fsdp_plan.hook_modules"
+
+_OFFLOAD_KIND = "features.activation_offload_plan.impl"
+# Features of MindSpeed-MM's newest master beside ChunkMBS.
+NEIGHBOURS = (
+    "features.recompute_plan.op_replay_scopes",
+    "features.recompute_plan.flatten_inputs",
+    _OFFLOAD_KIND,
+    "features.enable_chunk_layer",
+)
 
 # Modules that are recomputed or offloaded, by the key that turns it on; None where it is off.
 Inner = Mapping[str, Sequence[str] | None]
@@ -40,10 +50,17 @@ def read_config(plan: object) -> ChunkMBSConfig:
     return ChunkMBSConfig.from_mapping(plan, PLAN)
 
 
+def check_neighbour(path: str, value: object) -> None:
+    """Of one of `NEIGHBOURS`."""
+    if value if path != _OFFLOAD_KIND else value == "stash":
+        rule = "has not been tried with this plugin's ChunkMBS"
+        raise ConfigError.about(path, value, rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
+
+
 def check_loss(router_aux_loss_offload: object) -> None:
     if router_aux_loss_offload:
         raise ConfigError.about(
-            "features.loss_cfg.router_aux_loss_offload",
+            LOSS,
             True,
             "counts one call of each router a step, and ChunkMBS makes one a micro-chunk",
             "set it to false",

@@ -15,6 +15,7 @@ NAME = "chunkmoe"
 PLAN = "parallel.ep_plan"
 DISPATCHER = f"{PLAN}.dispatcher"
 SIZE = "parallel.expert_parallel_size"
+OP_REPLAY = "features.recompute_plan.op_replay_scopes"
 
 # a shared expert is a plain module, and none of a dispatcher's business
 _ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")
@@ -60,6 +61,12 @@ def check_ep_balance(enabled: object) -> None:
     if enabled:
         rule = "moves experts between ranks, which chunkmoe does not"
         raise ConfigError.about("features.enable_ep_balance", True, rule, "use alltoall")
+
+
+def check_op_replay(scopes: object) -> None:
+    if scopes:
+        rule = "keeps results of single operations for a recompute, and a layer of chunkmoe is none"
+        raise ConfigError.about(OP_REPLAY, scopes, rule, "remove it, or use alltoall")
 
 
 def check_quantisation(recipe: object) -> None:
