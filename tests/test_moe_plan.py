@@ -100,6 +100,26 @@ def test_plan_without_a_group_needs_no_process_group():
     assert chunk.send_splits == chunk.recv_splits == (int((~pad).sum()) * 3,)
 
 
+def merged_plans(rank, world_size):
+    everybody = [inputs_of(r, (11, 4), 8, 3) for r in range(world_size)]
+    fine = plan_of(*everybody[rank], 6, 8, dist.group.WORLD).wait()
+    for chunks in (1, 2, 3, 6):
+        pending = plan_of(*everybody[rank], 6, 8, dist.group.WORLD)
+        tokens, merged, run = pending.merge(chunks), pending.wait(), 6 // chunks
+        assert tokens == tuple(chunk.tokens for chunk in merged) and len(merged) == chunks
+        for c, chunk in enumerate(merged):
+            parts = fine[c * run : (c + 1) * run]
+            assert (chunk.tokens.start, chunk.tokens.stop) == (parts[0].tokens.start, parts[-1].tokens.stop)
+            for field in ("send_splits", "recv_splits"):
+                assert getattr(chunk, field) == tuple(map(sum, zip(*(getattr(part, field) for part in parts))))
+            assert torch.equal(chunk.groups.on_device, sum(part.groups.on_device for part in parts))
+            assert chunk.groups.on_device.tolist() == [list(row) for row in chunk.groups.counts]
+
+
+def test_neighbouring_chunks_of_a_plan_can_be_merged():
+    run_ranks(merged_plans, 2)
+
+
 def test_plan_is_read_once():
     index, pad = inputs_of(0, (11,), 8, 3)
     with observe() as events:

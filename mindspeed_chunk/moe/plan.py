@@ -116,6 +116,9 @@ class PendingPlan:
         row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
         self._gathered, self._work = all_gather(row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
+        # rows by source rank, chunk and expert: on the host; for the experts here on the device, too
+        self._counts_RNE: torch.Tensor | None = None
+        self._here_RNL: torch.Tensor | None = None
         self._plan: tuple[ChunkPlan, ...] | None = None
 
     def wait(self) -> tuple[ChunkPlan, ...]:
@@ -125,42 +128,67 @@ class PendingPlan:
             ValueError: on every rank, if a rank's settings differ or an expert id is out of range.
         """
         if self._plan is None:
-            gathered = self._copy.wait()
-            self._work.wait()  # for the device, which reads some of it too
-            self._plan = self._read(gathered)
-            del self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
+            self._plan = self._cut(self.counts())
+            del self._counts_RNE, self._here_RNL
         return self._plan
 
-    def _read(self, gathered: torch.Tensor) -> tuple[ChunkPlan, ...]:
-        ep, num_experts = gathered.shape[0], self._num_experts
+    def counts(self) -> torch.Tensor:
+        """Rows by source rank, chunk and expert, int64 `[ep, N, E]` on the host. Before `wait()`, raises as it does."""
+        if self._counts_RNE is None:
+            gathered = self._copy.wait()
+            self._work.wait()  # for the device, which reads some of it too
+            self._counts_RNE = self._checked(gathered)
+            columns, local = self._num_experts + _EXTRA_COLUMNS, self._num_experts // gathered.shape[0]
+            first = 1 + group_rank(self._group) * local
+            self._here_RNL = self._gathered[:, :-2].unflatten(1, (-1, columns))[:, :, first : first + local]
+            del self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
+        return self._counts_RNE
+
+    def merge(self, num_chunks: int) -> tuple[slice, ...]:
+        """From now on a plan of `num_chunks` chunks, a divisor of their number so far: each is a run of neighbours.
+
+        Returns:
+            Each chunk's slice of the tokens.
+        """
+        self._counts_RNE, self._here_RNL = (
+            counts.unflatten(1, (num_chunks, -1)).sum(2) for counts in (self.counts(), self._here_RNL)
+        )
+        run = len(self._tokens) // num_chunks
+        self._tokens = tuple(
+            slice(self._tokens[first].start, self._tokens[first + run - 1].stop)
+            for first in range(0, len(self._tokens), run)
+        )
+        return self._tokens
+
+    def _checked(self, gathered: torch.Tensor) -> torch.Tensor:
+        """The counts that were gathered, without what came with them."""
+        num_experts = self._num_experts
         words = gathered[:, -1].tolist()
         if len(set(words)) > 1 or words[0] < 0:
             self._on_disagreement()
-        ranks = range(ep) if self._group is None else dist.get_process_group_ranks(self._group)
+        ranks = range(len(words)) if self._group is None else dist.get_process_group_ranks(self._group)
         rerouted = gathered[:, -2].tolist()
         if any(rerouted):
             self._on_rerouted({rank: n for rank, n in zip(ranks, rerouted, strict=True) if n})
-        columns = num_experts + _EXTRA_COLUMNS
-        counts_RNE = gathered[:, :-2].view(ep, -1, columns)
+        counts_RNE = gathered[:, :-2].unflatten(1, (-1, num_experts + _EXTRA_COLUMNS))
         invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
             raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
-        counts_RNE = counts_RNE[:, :, 1 : num_experts + 1]
-        local = num_experts // ep
-        rank = group_rank(self._group)
-        sent_NR = counts_RNE[rank].reshape(-1, ep, local).sum(2).tolist()
+        return counts_RNE[:, :, 1 : num_experts + 1]
+
+    def _cut(self, counts_RNE: torch.Tensor) -> tuple[ChunkPlan, ...]:
+        ep, _, num_experts = counts_RNE.shape
+        local, rank = num_experts // ep, group_rank(self._group)
         here_NRL = counts_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
-        first = 1 + rank * local
-        on_device_NRL = self._gathered[:, :-2].view(ep, -1, columns)[:, :, first : first + local].transpose(0, 1)
         return tuple(
             ChunkPlan(tokens, tuple(sent), tuple(received), Groups(tuple(map(tuple, counts)), on_device_RL))
             for tokens, sent, received, counts, on_device_RL in zip(
                 self._tokens,
-                sent_NR,
+                counts_RNE[rank].unflatten(1, (ep, local)).sum(2).tolist(),
                 here_NRL.sum(2).tolist(),
                 here_NRL.tolist(),
-                on_device_NRL.contiguous().unbind(0),
+                self._here_RNL.transpose(0, 1).contiguous().unbind(0),
                 strict=True,
             )
         )
