@@ -21,6 +21,7 @@ from mindspeed_chunk.planner.expert_memory import ExpertMemory
 from mindspeed_chunk.planner.model import ModelSize
 
 POLICIES = ("none", "selective", "full", "sqrt", "offload")
+RECOMPUTED = ("full", "sqrt", "offload")  # those that run the whole forward of a block again
 _FP32 = 4  # bytes
 _OFFLOADED_HERE = 2  # block inputs: one on its way, one in use
 
@@ -75,12 +76,16 @@ def block_bytes(model: ModelSize, tokens: int, element_size: int, expert: Expert
     return BlockBytes(round(total), round(tokens * core / tp), tokens * hidden * size)
 
 
-def activations(policy: str, block: BlockBytes, layers: int) -> Activations:
-    """Bytes of `layers` blocks under one of `POLICIES`."""
+def activations(policy: str, block: BlockBytes, layers: int, core_share: float = 0.0) -> Activations:
+    """Bytes of `layers` blocks under one of `POLICIES`.
+
+    Args:
+        core_share: of a block's forward work, what its attention core takes.
+    """
     if policy == "none":
         return Activations(layers * block.total, 0, 0, 0.0)
     if policy == "selective":
-        return Activations(layers * (block.total - block.core), block.core, 0, 0.0)
+        return Activations(layers * (block.total - block.core), block.core, 0, core_share)
     if policy == "full":
         return Activations(layers * block.input, block.total, 0, 1.0)
     if policy == "sqrt":

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mindspeed_chunk.planner.activations import activations, block_bytes
+from mindspeed_chunk.planner.activations import RECOMPUTED, activations, block_bytes
 from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
@@ -54,7 +54,6 @@ class Estimate(NamedTuple):
     host: int
     expert: ExpertMemory
     times: ChunkTimes
-    traffic: list[Collective]
 
     @property
     def peak(self) -> int:
@@ -75,7 +74,7 @@ class Estimator:
     def __call__(self, setting: Setting) -> Estimate:
         expert, times = self._layer(setting)
         memory, host = self._memory(setting, expert)
-        return Estimate(setting, memory, self._seconds(setting, times), host, expert, times, self._traffic(setting))
+        return Estimate(setting, memory, self._seconds(setting, times), host, expert, times)
 
     def _once(self, make, *key):
         key = (make.__name__, *key)
@@ -101,11 +100,8 @@ class Estimator:
 
     def _memory(self, setting: Setting, expert: ExpertMemory) -> tuple[dict[str, int], int]:
         job, layout = self.job, setting.layout
-        if setting.backend == FSDP2:
-            state = self._once(self._fsdp_state, layout.ep)
-            gathered = self._once(self._fsdp_gathered, layout.ep)
-        else:
-            state, gathered = self._once(self._megatron_state, layout), 0
+        state = self._state(setting)
+        gathered = self._once(self._fsdp_gathered, layout.ep) if setting.backend == FSDP2 else 0
         tokens = setting.tokens(job)
         block = block_bytes(job.model, tokens, job.element_size, expert, layout.tp)
         kept = activations(setting.policy, block, job.model.num_hidden_layers // layout.pp)
@@ -125,6 +121,11 @@ class Estimator:
             "head": logits * (job.element_size + 4 + 4),
         }
         return memory, host * in_flight
+
+    def _state(self, setting: Setting) -> StateBytes:
+        if setting.backend == FSDP2:
+            return self._once(self._fsdp_state, setting.layout.ep)
+        return self._once(self._megatron_state, setting.layout)
 
     def _fsdp_state(self, ep: int) -> StateBytes:
         return state_bytes(self.job.model, Sharding(self.job.world, ep, train_vision=self.job.train_vision), self.job.recipe)
@@ -157,7 +158,7 @@ class Estimator:
     def _seconds(self, setting: Setting, times: ChunkTimes) -> dict[str, float]:
         job, layout = self.job, setting.layout
         layers, chunks, passes = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.accumulation
-        again = activations(setting.policy, block_bytes(job.model, 1, 1, _NOTHING), 1).again
+        again = 1.0 if setting.policy in RECOMPUTED else 0.0
         dense = self._dense_seconds(setting.tokens(job)) / layout.tp
         count = layers * chunks * passes
         moe, moe_back = times.forward, times.backward
@@ -176,18 +177,32 @@ class Estimator:
         seconds["optimizer"] = self._optimizer_seconds(setting)
         return seconds
 
+    def core_share(self) -> float:
+        """Of a block's forward operations, those of its attention core."""
+        model = self.job.model
+        experts = 6 * model.num_experts_per_tok * model.hidden_size * model.moe_intermediate_size
+        dense, core = 2 * self._once(self._dense_weights) / model.num_hidden_layers, self._core_operations()
+        return core / (dense + core + experts)
+
     def _dense_seconds(self, tokens: int) -> float:
         """The forward of everything in the mean block but its experts."""
+        job = self.job
+        weights = self._once(self._dense_weights) / job.model.num_hidden_layers
+        return tokens * (2 * weights + self._core_operations()) / job.device.rate(job.compute)
+
+    def _core_operations(self) -> float:
+        """Operations of the mean block's attention core on one token."""
         model, job = self.job.model, self.job
-        prefix = "model.language_model.layers."
-        weights = sum(p.numel for p in model.parameters() if p.name.startswith(prefix) and not p.expert)
         full = model.num_full_attention
         # scores and their product with the values, half of them masked away
         attention = full * 2 * job.sequence * model.num_attention_heads * model.head_dim
         # decay, read, write and query of a state of key x value width in each head
         delta = (model.num_hidden_layers - full) * 6 * model.linear_value_width * model.linear_key_head_dim
-        operations = tokens * (2 * weights + attention + delta) / model.num_hidden_layers
-        return operations / job.device.rate(job.compute)
+        return (attention + delta) / model.num_hidden_layers
+
+    def _dense_weights(self) -> int:
+        prefix = "model.language_model.layers."
+        return sum(p.numel for p in self.job.model.parameters() if p.name.startswith(prefix) and not p.expert)
 
     def _head_seconds(self, setting: Setting) -> float:
         job, layout = self.job, setting.layout
@@ -220,8 +235,7 @@ class Estimator:
 
     def _optimizer_seconds(self, setting: Setting) -> float:
         """Every byte of its state read and written once."""
-        memory, _ = self._memory(setting, _NOTHING)
-        return 2 * (memory["parameters"] + memory["gradients"] + memory["optimizer"]) / self.job.device.memory_rate
+        return 2 * self._state(setting).total / self.job.device.memory_rate
 
     # traffic
 
@@ -237,12 +251,13 @@ class Estimator:
         )
         return found if setting.backend == FSDP2 else found + data_parallel_traffic(job.model, layout, job.recipe)
 
-    def _traffic(self, setting: Setting) -> list[Collective]:
+    def traffic(self, setting: Setting) -> list[Collective]:
+        """All collectives of one step, balanced."""
         job = self.job
         found = self._own_traffic(setting)
         if setting.backend == FSDP2:
             found = fsdp_traffic(job.model, self.sharding(setting), job.recipe, setting.accumulation) + found
-        again = setting.policy not in ("none", "selective")
+        again = setting.policy in RECOMPUTED
         passes = setting.accumulation * setting.micro_chunks
         how = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         return found + expert_traffic(job.model, setting.layer(job), passes=passes, **how)

@@ -7,6 +7,7 @@ checkpoints is no part of that class, nor of these sizes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -94,7 +95,7 @@ class ModelSize:
 
     def parameters(self) -> tuple[Parameter, ...]:
         """All parameters, in the model's own order of modules."""
-        return tuple(_parameters(self))
+        return _all_parameters(self)
 
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters())
@@ -206,6 +207,11 @@ def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> di
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError.about(f"--model {name}: {section}.{key}", value, "must be an integer >= 1", "correct it")
     return sizes
+
+
+@functools.lru_cache(maxsize=16)
+def _all_parameters(size: ModelSize) -> tuple[Parameter, ...]:
+    return tuple(_parameters(size))
 
 
 def _parameters(size: ModelSize) -> Iterator[Parameter]:

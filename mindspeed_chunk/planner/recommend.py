@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
+from mindspeed_chunk.planner.links import ALL_GATHER
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
@@ -130,7 +131,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
-        gathers = [sum(c.calls for c in each.traffic if c.kind == "all-gather") for each in (other, best)]
+        gathers = [sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)]
         yield (
             f"ChunkMBS: {gathers[1]} parameter gathers a step where accumulation makes {gathers[0]}; "
             f"the step takes {best.step / other.step:.2f} of the time."

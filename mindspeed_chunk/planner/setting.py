@@ -56,7 +56,11 @@ class Job:
     @property
     def compute(self) -> str:
         """The number format whose rate counts, a key of `device.flops`."""
-        return {"fp16": "bf16"}.get(self.recipe.compute, self.recipe.compute)  # one rate for both
+        return self.compute_of(self.recipe)
+
+    @staticmethod
+    def compute_of(recipe: Recipe) -> str:
+        return {"fp16": "bf16"}.get(recipe.compute, recipe.compute)  # one rate for both
 
 
 @dataclass(frozen=True, kw_only=True)

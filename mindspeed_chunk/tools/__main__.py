@@ -10,6 +10,7 @@ COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
     "bench": "times one MoE layer on some ranks of this machine, and tells its memory",
     "trace": "shows one MoE layer call as a timeline",
+    "plan": "chooses the numbers of a run: layout, chunks, memory, time",
 }
 
 
