@@ -84,7 +84,9 @@ def measure(options):
 def device(options, layer, small):
     """The content of a device file, equal on both ranks: the slower rank's figures."""
     megabyte = options.hidden * 4
-    messages = [[size * 1e6, slowest(message_seconds(int(size * 1e6) // megabyte, options.hidden))] for size in MEGABYTES]
+    messages = [
+        [size * 1e6, slowest(message_seconds(int(size * 1e6) // megabyte, options.hidden))] for size in MEGABYTES
+    ]
     flops, moved = compute_rates(options, layer)
     return {
         "name": f"one core, {options.link}",

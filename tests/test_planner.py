@@ -67,11 +67,16 @@ def test_the_built_in_models_have_the_sizes_in_their_names():
         model = load_model(name)
         assert round(model.num_parameters() / 1e9) == pytest.approx(total, abs=1)
         assert int(model.num_active() / 1e9) in (active - 1, active)
-        assert model.source == f"https://huggingface.co/Qwen/{model.name.replace('qwen', 'Qwen').replace('b', 'B').replace('-a', '-A')}"
+        assert (
+            model.source
+            == f"https://huggingface.co/Qwen/{model.name.replace('qwen', 'Qwen').replace('b', 'B').replace('-a', '-A')}"
+        )
 
 
 def test_planner_needs_no_torch():
-    code = "import sys; import mindspeed_chunk.planner, mindspeed_chunk.planner.report; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; import mindspeed_chunk.planner, mindspeed_chunk.planner.report; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -173,7 +178,9 @@ def test_the_yaml_is_one_that_the_features_take():
     from mindspeed_chunk.planner.layout import Layout
     from mindspeed_chunk.planner.setting import Setting
 
-    setting = Setting(layout=Layout(ep=8, dp=64), micro_batch=4, chunk_mbs=2, policy="offload", num_chunks=4, keep="rows")
+    setting = Setting(
+        layout=Layout(ep=8, dp=64), micro_batch=4, chunk_mbs=2, policy="offload", num_chunks=4, keep="rows"
+    )
     content = yaml.safe_load(fragments(job(), setting))
     chunk_moe = ChunkMoEConfig.from_mapping(content["parallel"]["ep_plan"])
     assert (chunk_moe.moe_num_chunks, chunk_moe.keep) == (4, "rows")
@@ -184,7 +191,19 @@ def test_the_yaml_is_one_that_the_features_take():
 
 def test_the_command_prints_a_plan_and_json(tmp_path):
     page = tmp_path / "plan.html"
-    done = plan("--model", "35b", "--nodes", "8", "--devices-per-node", "8", "--device", "ascend-910c", "--json", "--html", str(page))
+    done = plan(
+        "--model",
+        "35b",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--device",
+        "ascend-910c",
+        "--json",
+        "--html",
+        str(page),
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     titles = [each["title"].split(",")[0] for each in report["layouts"]]

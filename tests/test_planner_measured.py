@@ -39,7 +39,12 @@ RUNS = {
         FP32,
     ),
     "rows kept": (["parallel.ep_plan.chunk_moe_keep=rows", "parallel.ep_plan.moe_num_chunks=2"], 1, 1, FP32),
-    "nothing recomputed, input kept": (["features.recompute=false", "parallel.ep_plan.chunk_moe_keep=input"], 1, 1, FP32),
+    "nothing recomputed, input kept": (
+        ["features.recompute=false", "parallel.ep_plan.chunk_moe_keep=input"],
+        1,
+        1,
+        FP32,
+    ),
 }
 
 
@@ -55,7 +60,9 @@ def test_collectives_of_a_step_are_those_counted():
         assert {key: c.nbytes for key, c in kinds.items()} == nbytes, name
         config = read(*overrides)
         for rank, of_rank in enumerate(measured):
-            assert_exchanges(of_rank[name][2], rank, config, TINY.num_hidden_layers * passes * micro_chunks, recipe, name)
+            assert_exchanges(
+                of_rank[name][2], rank, config, TINY.num_hidden_layers * passes * micro_chunks, recipe, name
+            )
 
 
 def assert_exchanges(sent, rank, config, calls, recipe, name):
@@ -110,5 +117,3 @@ def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, tmp_p
             balanced = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep)
             assert abs(balanced.peak / max(forward, backward) - 1) < 0.1
     print(f"{model}: largest error of a peak {worst:.2%}")
-
-

@@ -61,13 +61,13 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], x_label: str, y_label: 
         drawn.append(f'<polyline class="s{n % COLOURS}" points="{path}"/>')
         for (x, y), key in zip(places, sorted(points)):
             hint = f"{escape(name)}, {key}: {_short(points[key])}"
-            drawn.append(f'<circle class="c{n % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{hint}</title></circle>')
+            drawn.append(
+                f'<circle class="c{n % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{hint}</title></circle>'
+            )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     drawn.append(f'<text x="{middle}" y="{_HEIGHT - 3}" text-anchor="middle">{escape(x_label)}</text>')
     told = escape(f"{y_label} against {x_label}")
-    return (
-        f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{told}">{"".join(drawn)}</svg>'
-    )
+    return f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{told}">{"".join(drawn)}</svg>'
 
 
 def _short(value: float) -> str:

@@ -115,9 +115,7 @@ _ASCEND_910C = Device(
 DEVICES: dict[str, Device] = {
     "ascend-910c": _ASCEND_910C,
     # all nodes inside of one supernode, which the UB plane spans at the rate it has inside of a node (same paper)
-    "ascend-910c-supernode": dataclasses.replace(
-        _ASCEND_910C, name="ascend-910c-supernode", inter=_ASCEND_910C.intra
-    ),
+    "ascend-910c-supernode": dataclasses.replace(_ASCEND_910C, name="ascend-910c-supernode", inter=_ASCEND_910C.intra),
     "h100": _hopper("h100", 80, 3.35, _H100),
     "h200": _hopper("h200", 141, 4.8, _H200),
 }

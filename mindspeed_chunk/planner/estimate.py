@@ -128,7 +128,9 @@ class Estimator:
         return self._once(self._megatron_state, setting.layout)
 
     def _fsdp_state(self, ep: int) -> StateBytes:
-        return state_bytes(self.job.model, Sharding(self.job.world, ep, train_vision=self.job.train_vision), self.job.recipe)
+        return state_bytes(
+            self.job.model, Sharding(self.job.world, ep, train_vision=self.job.train_vision), self.job.recipe
+        )
 
     def _fsdp_gathered(self, ep: int) -> int:
         block = max(self._blocks(ep))
@@ -213,7 +215,9 @@ class Estimator:
     def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
         job = self.job
         gather, reduce = self._once(self._block_collectives, setting.layout)
-        last = setting.accumulation * max(0.0, gather - forward) + (setting.accumulation - 1) * max(0.0, gather - backward)
+        last = setting.accumulation * max(0.0, gather - forward) + (setting.accumulation - 1) * max(
+            0.0, gather - backward
+        )
         return job.model.num_hidden_layers * (last + max(0.0, gather + reduce - backward))
 
     def _block_collectives(self, layout) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, groups: Groups, devices_per_node: int) -> Span:
         """The span of the group that touches the most nodes."""
+
         def widest(group: tuple[int, ...]) -> int:
             return len({rank // devices_per_node for rank in group})
 

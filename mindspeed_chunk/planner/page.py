@@ -89,7 +89,9 @@ def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     named = []
     for each in report["layouts"]:
         if "problem" not in each:
-            named.append((each["title"].split(",")[0] + (" (recommended)" if each["role"] == "recommended" else ""), each))
+            named.append(
+                (each["title"].split(",")[0] + (" (recommended)" if each["role"] == "recommended" else ""), each)
+            )
     return named
 
 
@@ -142,7 +144,9 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
     settings = [report["recommendation"]["best"], *report["recommendation"]["runners_up"]]
     rows = [(each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings]
     yield _table("The recommended setting and the next ones", ("setting", "GB", "s a step"), rows)
-    yield _table("Layouts", ("layout", "GB", "s a step", "inside a node", "across nodes"), map(_place, report["layouts"]))
+    yield _table(
+        "Layouts", ("layout", "GB", "s a step", "inside a node", "across nodes"), map(_place, report["layouts"])
+    )
     keys = ("calls", "nbytes", "seconds")
     rows = [
         (each["title"].split(",")[0], sent["group"], sent["kind"], str(sent["ranks"]), *_sent(sent, keys))
@@ -156,7 +160,13 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
     ]
     yield _table("Activations", ("policy", "kept GB", "at work GB", "host GB", "forward again"), rows)
     rows = [
-        (each["name"], str(each["kept"]), str(each["gathered"]), f"{each['rank'] / GB:.2f}", "yes" if each["possible"] else "no")
+        (
+            each["name"],
+            str(each["kept"]),
+            str(each["gathered"]),
+            f"{each['rank'] / GB:.2f}",
+            "yes" if each["possible"] else "no",
+        )
         for each in report["precision"]
     ]
     yield _table("Bytes a parameter", ("recipe", "kept", "gathered", "GB a rank", "on this device"), rows)

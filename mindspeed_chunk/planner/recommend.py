@@ -131,7 +131,9 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
-        gathers = [sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)]
+        gathers = [
+            sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)
+        ]
         yield (
             f"ChunkMBS: {gathers[1]} parameter gathers a step where accumulation makes {gathers[0]}; "
             f"the step takes {best.step / other.step:.2f} of the time."

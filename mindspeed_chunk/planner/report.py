@@ -100,7 +100,9 @@ def _layouts(job: Job, estimator: Estimator, chosen: Setting) -> Iterator[dict[s
     valid = [layout for layout in layouts(job.world, **sizes) if _problem(job, layout) is None]
     others = [_megatron(job, layout) for layout in valid if layout.tp * layout.pp > 1]
     others += [dataclasses.replace(chosen, layout=each, **_share(job, chosen, each)) for each in fsdp_layouts(job)]
-    estimates = [estimator(setting) for setting in others if setting.layout not in {chosen.layout, *(p[0] for p in pair)}]
+    estimates = [
+        estimator(setting) for setting in others if setting.layout not in {chosen.layout, *(p[0] for p in pair)}
+    ]
     estimates.sort(key=lambda each: (each.peak > job.budget, each.step))
     for each in estimates[:_SHOWN_LAYOUTS]:
         yield _layout(job, estimator, each.setting, f"one of {len(estimates)} others")
@@ -235,5 +237,3 @@ def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
 def _node_ep(job: Job, layout: Layout) -> int:
     sizes = (ep for ep in range(job.devices_per_node, 0, -1) if layout.cp * layout.dp % ep == 0)
     return next(ep for ep in sizes if job.model.num_experts % ep == 0)
-
-

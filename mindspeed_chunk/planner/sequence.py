@@ -33,7 +33,11 @@ def context_problem(model: ModelSize, context: str, ranks: int, sequence: int) -
     if ranks == 1:
         return None
     if context == "ring":
-        return f"{linear} of its {model.num_hidden_layers} layers are Gated DeltaNet, along the sequence" if linear else None
+        return (
+            f"{linear} of its {model.num_hidden_layers} layers are Gated DeltaNet, along the sequence"
+            if linear
+            else None
+        )
     if model.num_full_attention and model.num_attention_heads % ranks:
         return f"{ranks} ranks do not divide {model.num_attention_heads} attention heads"
     if linear and model.linear_num_key_heads % ranks:

@@ -39,7 +39,9 @@ def _print_job(job: dict[str, Any], console: Console) -> None:
         f"{job['global_batch']} samples of {job['sequence']} tokens a step, {job['recipe']}",
         highlight=False,
     )
-    console.print("Times are at the device's peak rates, unless its file has measured ones: compare them.", highlight=False)
+    console.print(
+        "Times are at the device's peak rates, unless its file has measured ones: compare them.", highlight=False
+    )
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
@@ -98,7 +100,18 @@ def _chunks(found: list[dict[str, Any]], everything: bool) -> Table:
 
 
 def _precision(found: list[dict[str, Any]]) -> Table:
-    columns = ("recipe", "weight", "master", "gradient", "moments", "kept B", "gathered B", "GB a rank", "here", "loss scaling")
+    columns = (
+        "recipe",
+        "weight",
+        "master",
+        "gradient",
+        "moments",
+        "kept B",
+        "gathered B",
+        "GB a rank",
+        "here",
+        "loss scaling",
+    )
     table = _table("bytes a parameter", columns)
     for each in found:
         sizes = (str(each[key]) for key in ("weight", "master", "grad", "moments", "kept", "gathered"))
