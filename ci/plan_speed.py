@@ -1,4 +1,4 @@
-"""The planner's step-time ratio of N chunks to one, predicted from measured rates, against the time of the layer itself.
+"""The time of N chunks to that of one: as the planner predicts it from measured rates, and as the layer takes it.
 
     python ci/plan_speed.py --link 1gbit --device-file device.yaml
 
@@ -83,10 +83,8 @@ def measure(options):
 
 def device(options, layer, small):
     """The content of a device file, equal on both ranks: the slower rank's figures."""
-    megabyte = options.hidden * 4
-    messages = [
-        [size * 1e6, slowest(message_seconds(int(size * 1e6) // megabyte, options.hidden))] for size in MEGABYTES
-    ]
+    row = options.hidden * 4  # bytes
+    messages = [[size * 1e6, slowest(message_seconds(int(size * 1e6) // row, options.hidden))] for size in MEGABYTES]
     flops, moved = compute_rates(options, layer)
     return {
         "name": f"one core, {options.link}",
@@ -124,7 +122,7 @@ def message_seconds(rows, hidden):
 
 
 def compute_rates(options, layer):
-    """Operations a second of the experts' matmuls at the sizes of the middle case, and bytes a second of P, U and SwiGLU."""
+    """Operations a second of the experts' matmuls, bytes a second of P, U and SwiGLU, at the middle case's sizes."""
     tokens = options.tokens // options.chunks[len(options.chunks) // 2]
     x_TH, index_TK, weight_TK = (t.detach()[:tokens] for t in (layer.x_TH, layer.index_TK, layer.weight_TK))
     local = layer.fc1_LHF.shape[0]

@@ -1,4 +1,4 @@
-"""What the tests of the planner measure on ranks: the embedded trainer's state, collectives, and one MoE layer of it."""
+"""What the tests of the planner measure on ranks: the embedded trainer's state, collectives, one MoE layer."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from mindspeed_chunk.tools.measure import Collectives, LiveBytes
 from standalone_ranks import EXAMPLE, trainer
 
 CHUNKS = (1, 2, 4, 8)
-PASSES = 3  # gloo's threads let go of what they carried a moment after the wait: the least of some passes counts
+PASSES = 8  # gloo's threads let go of what they carried a moment after the wait: the least of some passes counts
 SETTLE_S = 0.01
 MIDDLE = {"hidden_size": 384, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
 
@@ -58,7 +58,7 @@ def traffic(rank, world_size, runs):
 
 
 def expert_memory(rank, world_size, overrides, tokens):
-    """Of the first MoE layer: {(keep, schedule, N): (kept, peak of the forward, of the backward, rows of each chunk)}."""
+    """Of the first MoE layer: {(keep, schedule, N): (kept, peak forward, peak backward, rows of each chunk)}."""
     this = trainer(*overrides)
     experts = next(m for name, m in this.model.named_modules() if name.endswith("layers.0.mlp.experts"))
     experts.unshard()

@@ -35,6 +35,7 @@ from standalone_ranks import EXAMPLE
 
 TINY = str(EXAMPLE / "tiny")
 SHAPE = LayerShape(tokens=16384, hidden=2048, intermediate=512, experts=256, top_k=8, ep=8, element_size=2)
+REST = "flops_bf16: 1, memory_gb_per_s: 1, intra_gb_per_s: 1, inter_gb_per_s: 1"
 FEW = ("--nodes", "1", "--devices-per-node", "2", "--device", "h100")
 
 
@@ -67,10 +68,7 @@ def test_the_built_in_models_have_the_sizes_in_their_names():
         model = load_model(name)
         assert round(model.num_parameters() / 1e9) == pytest.approx(total, abs=1)
         assert int(model.num_active() / 1e9) in (active - 1, active)
-        assert (
-            model.source
-            == f"https://huggingface.co/Qwen/{model.name.replace('qwen', 'Qwen').replace('b', 'B').replace('-a', '-A')}"
-        )
+        assert model.source == f"XX"
 
 
 def test_planner_needs_no_torch():
@@ -245,9 +243,8 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(words, told, capsys, monkeyp
         ("a: 1\n\tb: 2", "cannot be read"),
         ("memory_gb: 1", "is missing"),
         ("speed: 1", "unknown key"),
-        ("{memory_gb: -1, flops_bf16: 1, memory_gb_per_s: 1, intra_gb_per_s: 1, inter_gb_per_s: 1}", "must be a number > 0"),
-        ("{memory_gb: 1, flops_bf16: 1, memory_gb_per_s: 1, intra_gb_per_s: 1, inter_gb_per_s: 1, intra_messages: [[1, 2]]}",
-         "at least two"),
+        (f"{{memory_gb: -1, {REST}}}", "must be a number > 0"),
+        (f"{{memory_gb: 1, {REST}, intra_messages: [[1, 2]]}}", "at least two"),
     ],
 )  # fmt: skip
 def test_a_wrong_device_file_is_one_line(content, told, tmp_path):

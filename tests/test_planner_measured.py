@@ -49,7 +49,7 @@ RUNS = {
 
 
 def test_collectives_of_a_step_are_those_counted():
-    """4 ranks, EP 2. What FSDP2 gathers and reduces, in calls and bytes; all-to-alls, from the rows that were routed."""
+    """4 ranks, EP 2. FSDP2's gathers and reductions, in calls and bytes; all-to-alls, from the routed rows."""
     measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()})
     for name, (overrides, passes, micro_chunks, recipe) in RUNS.items():
         calls, nbytes, _ = measured[0][name]

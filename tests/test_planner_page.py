@@ -87,7 +87,8 @@ def test_in_a_browser_at_both_widths(pages, tmp_path):
       const seen = [...document.querySelectorAll("iframe")].map(frame => {
         const page = frame.contentDocument, root = page.documentElement;
         const sizes = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
-        const text = [...page.querySelectorAll("p, li, td, b, span")].map(e => parseFloat(getComputedStyle(e).fontSize));
+        const text = [...page.querySelectorAll("p, li, td, b, span")].map(each =>
+          parseFloat(getComputedStyle(each).fontSize));
         return {view: frame.clientWidth, needed: root.scrollWidth, charts: sizes.length,
           drawn: sizes.every(box => box.width > 100 && box.height > 10), smallest: Math.min(...text)};
       });

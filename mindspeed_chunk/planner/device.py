@@ -52,7 +52,7 @@ class Device:
 
     Attributes:
         memory: bytes.
-        flops: dense floating-point operations a second by number format; a format that is missing cannot be computed in.
+        flops: dense floating-point operations a second by number format; what is missing cannot be computed in.
         memory_rate: bytes a second.
         intra: the link inside of a node.
         inter: the link between nodes.

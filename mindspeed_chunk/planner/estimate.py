@@ -13,8 +13,8 @@ Memory of a rank, in bytes, at the moment of its peak (the backward of one block
 
 Seconds of a step. A forward of a block costs f, its backward 2f, recomputation f again; a pipeline of PP stages and m
 micro batches stands still for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block
-runs behind the block before it, so it costs what it is longer than that one's work. Transfers of offloaded activations are
-taken to be hidden. Images are not counted.
+runs behind the block before it, so it costs what it is longer than that one's work. Transfers of offloaded
+activations are taken to be hidden. Images are not counted.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Estimator:
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
 
     def _model_parallel(self, setting: Setting, work: float) -> float:
-        """TP and CP collectives, which nothing hides; the pipeline's bubble and sends; the data-parallel group's step."""
+        """What nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's."""
         job, layout = self.job, setting.layout
         sent = sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting))
         return sent + (work + sent) * (layout.pp - 1) / setting.accumulation

@@ -1,4 +1,4 @@
-"""How a world of ranks is split: TP x CP x DP x PP, and EP inside of CP x DP; the groups of each, and the links they use.
+"""How a world of ranks is split: TP x CP x DP x PP, and EP inside of CP x DP; the groups of each kind.
 
 Ranks are numbered as in Megatron-LM, whose order is `tp-cp-ep-dp-pp` (`initialize_model_parallel` and
 `RankGenerator` in megatron/core/parallel_state.py, NVIDIA/Megatron-LM): the first name varies fastest, so

@@ -5,10 +5,12 @@ and on its own link between nodes at the same time, and the slower of the two de
 any algorithm needs for the bytes. For S bytes of the whole tensor (all-to-all: of the rows that one rank sends, itself
 included):
 
-    all-gather, reduce-scatter   inside  S (n - 1) / n        between  S (1 - d / n) / d     (each node takes in the rest
-    all-reduce                   twice that                                                   once, through d devices)
+    all-gather, reduce-scatter   inside  S (n - 1) / n        between  S (1 - d / n) / d
+    all-reduce                   twice that
     all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
     point to point               S on the one link
+
+In a gather each node takes in once what the others hold, through its d devices, and shares it inside.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from mindspeed_chunk.planner.charts import legend, line_chart, stacked_bar
 GB = 1e9
 _STYLE = """
 :root { --back: #ffffff; --text: #1c2430; --soft: #5b6675; --edge: #d5dbe3; --panel: #f5f7fa; --mark: #b00020;
-  --c0: #3366cc; --c1: #2f8f5b; --c2: #b07a00; --c3: #8a4fbf; --c4: #c8553d; --c5: #2a8c9c; --c6: #7a6f52; --c7: #aa3377; }
+  --c0: #3366cc; --c1: #2f8f5b; --c2: #b07a00; --c3: #8a4fbf; --c4: #c8553d; --c5: #2a8c9c; --c6: #7a6f52;
+  --c7: #aa3377; }
 @media (prefers-color-scheme: dark) { :root { --back: #14181f; --text: #e6eaf0; --soft: #9aa6b5; --edge: #343c48;
   --panel: #1c222b; --mark: #ff6b81; --c0: #7aa2f7; --c1: #5fc48d; --c2: #e0b050; --c3: #bb8ae8; --c4: #ef8a72;
   --c5: #5fc3d3; --c6: #b9ac8a; --c7: #e07bb4; } }
@@ -21,17 +22,20 @@ body { margin: 0 auto; max-width: 1180px; padding: 16px; background: var(--back)
 h1 { font-size: 1.5rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 32px 0 8px; }
 p, li { max-width: 75ch; } .soft { color: var(--soft); font-size: .9rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px; }
-.panel { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 16px; min-width: 0; }
+.panel { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 16px;
+  min-width: 0; }
 .panel h2 { margin-top: 0; }
 .row { margin: 10px 0; } .row b { font-weight: 600; } .row span { float: right; padding-left: 8px; }
 svg.bar { display: block; width: 100%; height: 18px; border-radius: 3px; background: var(--edge); }
 svg.lines { width: 100%; max-width: 560px; } svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--edge); } polyline { fill: none; stroke-width: 2; } .mark { fill: var(--mark); }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0; padding: 0; font-size: .85rem; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0; padding: 0;
+  font-size: .85rem; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 5px 8px; border-bottom: 1px solid var(--edge); vertical-align: top; }
-pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px; white-space: pre-wrap; }
+pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px;
+  white-space: pre-wrap; }
 @media (max-width: 700px) { thead { display: none; } tr { display: block; border-bottom: 1px solid var(--edge);
   padding: 6px 0; } td { display: flex; justify-content: space-between; gap: 12px; border: 0; padding: 2px 0; }
   td::before { content: attr(data-label); color: var(--soft); flex: none; max-width: 50%; } }
@@ -72,9 +76,9 @@ def _colours() -> str:
 def _job_line(job: dict[str, Any]) -> str:
     return (
         f"{job['parameters'] / 1e9:.1f}e9 parameters, {job['active_parameters'] / 1e9:.1f}e9 a token; "
-        f"{job['memory'] / GB:.0f} GB a device, of which {job['budget'] / GB:.1f} GB may be used; {job['global_batch']} "
-        f"samples of {job['sequence']} tokens a step; {job['recipe']}. Times are at the device's peak rates, unless its "
-        "file has measured ones: compare them."
+        f"{job['memory'] / GB:.0f} GB a device, of which {job['budget'] / GB:.1f} GB may be used; "
+        f"{job['global_batch']} samples of {job['sequence']} tokens a step; {job['recipe']}. Times are at the device's "
+        "peak rates, unless its file has measured ones: compare them."
     )
 
 

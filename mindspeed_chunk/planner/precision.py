@@ -2,8 +2,8 @@
 
 fp32 has 8 bits of exponent and 23 of mantissa, bf16 8 and 7, fp16 5 and 10, fp8 (E4M3) 4 and 3. bf16 has the range of
 fp32: gradients neither overflow nor vanish in it, and it needs no loss scaling. fp16 ends at 65504 and below 6e-8:
-the loss is multiplied by a scale that keeps small gradients above that, and steps that overflow are skipped (Micikevicius et al.,
-Mixed Precision Training, arXiv:1710.03740).
+the loss is multiplied by a scale that keeps small gradients above that, and steps that overflow are skipped
+(Micikevicius et al., Mixed Precision Training, arXiv:1710.03740).
 """
 
 from __future__ import annotations

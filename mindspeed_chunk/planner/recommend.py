@@ -81,7 +81,7 @@ def candidates(job: Job) -> Iterator[Setting]:
 
 
 def fsdp_layouts(job: Job) -> Iterator[Layout]:
-    """Layouts without tensor and pipeline parallelism that share out the batch evenly, and the sequence as Ulysses can."""
+    """Layouts without TP and PP that share out the batch evenly, and the sequence as Ulysses can."""
     for layout in layouts(job.world, heads=1, layers=1, experts=job.model.num_experts):
         if job.global_batch % layout.dp == 0 and not context_problem(job.model, CONTEXTS[0], layout.cp, job.sequence):
             yield layout
@@ -109,7 +109,8 @@ def _character(each: Estimate) -> tuple:
 def _does_not_fit(job: Job, smallest: Estimate) -> str:
     return (
         f"Nothing fits: the least that a setting takes is {smallest.peak / 1e9:.1f} GB of the "
-        f"{job.budget / 1e9:.1f} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.0f} GB stay free). "
+        f"{job.budget / 1e9:.1f} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.0f} GB stay "
+        "free). "
         "More devices share the parameters among more, a shorter sequence has smaller activations."
     )
 
@@ -126,8 +127,8 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         plain = estimator(_with(setting, keep=KEEPS[0], policy="none", chunk_mbs=0, **_accumulated(setting)))
         verdict = "would not fit" if plain.peak > job.budget else f"would take {plain.step / best.step:.2f} of the time"
         yield (
-            f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is {plain.peak / 1e9:.1f} GB, "
-            f"which {verdict}."
+            f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is "
+            f"{plain.peak / 1e9:.1f} GB, which {verdict}."
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
@@ -165,7 +166,10 @@ def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:
     others = {n: estimator(_with(best.setting, num_chunks=n)) for n in CHUNKS}
     exposed = ", ".join(f"N={n} {each.times.exposed * 1e3:.2f} ms" for n, each in others.items())
     held = ", ".join(f"N={n} {each.expert.peak / 1e9:.2f} GB" for n, each in others.items())
-    yield f"N={best.setting.num_chunks}: exposed all-to-all of a layer, forward and backward: {exposed}; its peak: {held}."
+    yield (
+        f"N={best.setting.num_chunks}: exposed all-to-all of a layer, forward and backward: {exposed}; "
+        f"its peak: {held}."
+    )
 
 
 def _accumulated(setting: Setting) -> dict[str, int]:

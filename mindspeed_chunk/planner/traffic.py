@@ -156,7 +156,7 @@ def model_parallel_traffic(
 
 
 def data_parallel_traffic(model: ModelSize, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """A distributed optimizer's step: gradients reduce-scattered, parameters gathered, experts in a group of their own."""
+    """A distributed optimizer's: gradients reduce-scattered, parameters gathered, experts in a group of their own."""
     experts = sum(p.numel for p in model.parameters() if p.expert) // (layout.tp * layout.pp * layout.ep)
     others = sum(p.numel for p in model.parameters() if not p.expert) // (layout.tp * layout.pp)
     found = []
