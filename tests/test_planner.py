@@ -68,7 +68,7 @@ def test_the_built_in_models_have_the_sizes_in_their_names():
         model = load_model(name)
         assert round(model.num_parameters() / 1e9) == pytest.approx(total, abs=1)
         assert int(model.num_active() / 1e9) in (active - 1, active)
-        assert model.source == f"XX"
+        assert model.source.startswith("https://huggingface.co/Qwen/Qwen3.5-") and model.source.endswith(f"-A{active}B")
 
 
 def test_planner_needs_no_torch():

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from mindspeed_chunk.config import ConfigError
 
 MODEL_TYPE = "qwen3_5_moe"
+_HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # one layer in this many has full attention, where a config does not list them
 _FULL_ATTENTION_INTERVAL = 4
@@ -153,11 +154,7 @@ def load_model(name: str) -> ModelSize:
         rule = f"no folder with a config.json, and no built-in model ({', '.join(BUILT_IN)})"
         raise ConfigError.about("--model", name, rule, "give one of the two")
     content = {"model_type": MODEL_TYPE, **BUILT_IN[found[0]]}
-    return from_config(content, found[0], f"https://huggingface.co/Qwen/{_published(found[0])}")
-
-
-def _published(name: str) -> str:
-    return "-".join(word.upper() if word[0] in "a0123456789" else word.capitalize() for word in name.split("-"))
+    return from_config(content, found[0], f"{_HUB}/{found[0].upper().replace('QWEN', 'Qwen')}")
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:

@@ -4,8 +4,8 @@ c ranks share a sequence, T tokens on each of them, s bytes an element.
 
 Ulysses (Jacobs et al., arXiv:2309.14509) gathers the sequence and splits the heads: all-to-alls of queries, keys,
 values in front of the attention core and one of its output behind it, in the backward the same again. c cannot be
-larger than the number of query heads, and must divide it; keys and values with fewer heads than c are repeated until there are
-c. Gated DeltaNet layers, which are recurrences along the sequence, are split by their heads in the same way.
+larger than the number of query heads, and must divide it; keys and values with fewer heads than c are repeated until
+there are c. Gated DeltaNet layers, which are recurrences along the sequence, are split by their heads in the same way.
 
 Ring attention (Liu et al., arXiv:2310.01889) keeps queries where they are and passes keys and values around: c - 1
 times T (keys + values) s forward; in the backward these and their gradients. Any number of ranks; with a causal mask
