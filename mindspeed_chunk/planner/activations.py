@@ -1,8 +1,9 @@
 """Bytes of a decoder block's activations under each recomputation policy, and the forward work a policy repeats.
 
 T tokens of one micro-chunk on this rank, H hidden, s bytes an element, L blocks. For blocks with fused attention
-kernels, which keep queries, keys, values and the output; what is kept of an MoE layer is `expert_memory`'s, exactly, the
-rest is a count of the operands that each operation's gradient needs, in the manner of Korthikanti et al. (arXiv:2205.05198).
+kernels, which keep queries, keys, values and the output. What an MoE layer keeps is exact (`expert_memory.py`); the
+rest is a count of the operands that each operation's gradient needs, in the manner of Korthikanti et al.
+(arXiv:2205.05198).
 
     none       L x block                            no forward work again
     selective  L x (block - attention core)         the attention core again: little work, much memory

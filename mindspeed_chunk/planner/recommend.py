@@ -51,12 +51,21 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     if not fitting:
         return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)])
     best = min((each for each in fitting if each.step <= _SAME * fitting[0].step), key=_complexity)
-    runners_up, seen = [], {_character(best)}
+    return Recommendation(best, smallest, _runners_up(best, fitting), list(_why(job, estimator, best, fitting)))
+
+
+def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
+    """The fastest of every other policy, then the fastest of what is left; `fitting` is in order of time."""
+    by_character: dict[tuple, Estimate] = {}
     for each in fitting:
-        if _character(each) not in seen and len(runners_up) < _RUNNERS_UP:
-            seen.add(_character(each))
-            runners_up.append(each)
-    return Recommendation(best, smallest, runners_up, list(_why(job, estimator, best, fitting)))
+        by_character.setdefault(_character(each), each)
+    by_character.pop(_character(best), None)
+    policies = {best.setting.policy}
+    first, rest = [], []
+    for each in by_character.values():
+        (rest if each.setting.policy in policies else first).append(each)
+        policies.add(each.setting.policy)
+    return sorted((first + rest)[:_RUNNERS_UP], key=lambda each: each.step)
 
 
 def candidates(job: Job) -> Iterator[Setting]:
@@ -129,6 +138,11 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         yield (
             f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is "
             f"{plain.peak / 1e9:.1f} GB, which {verdict}."
+        )
+    if setting.policy == "none":
+        yield (
+            "Nothing is recomputed: what blocks keep beside their experts is counted, not measured. Look at the memory "
+            "of a first step, or take a runner-up that recomputes."
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))

@@ -12,7 +12,6 @@ from typing import Any
 from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.planner.activations import POLICIES, activations, block_bytes
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
-from mindspeed_chunk.planner.expert_memory import expert_memory
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
@@ -21,6 +20,7 @@ from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, fsdp_layou
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem, context_traffic
 from mindspeed_chunk.planner.setting import MEGATRON, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, state_bytes
+from mindspeed_chunk.planner.traffic import exchanges
 
 _SHOWN_LAYOUTS = 6
 _PAIR = ((1, 4), (2, 8))  # (part of a node that TP takes, PP): the two ways to lay out several nodes that are compared
@@ -216,7 +216,7 @@ def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
             for n in CHUNKS:
                 setting = dataclasses.replace(chosen, num_chunks=n, schedule=schedule, keep=keep)
                 each, shape = estimator(setting), setting.layer(job)
-                memory = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep)
+                sent = exchanges(shape, num_chunks=n, keep=keep)
                 yield {
                     "schedule": schedule,
                     "keep": keep,
@@ -225,8 +225,10 @@ def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
                     "rows": shape.tokens * shape.top_k,
                     "rows_per_expert": shape.tokens * shape.top_k // (n * shape.local_experts),
                     "resident_tokens": min(2, n) * -(-shape.tokens // n),
-                    "kept": memory.kept,
-                    "peak": memory.peak,
+                    "exchanges": sent.calls,
+                    "sent": sent.sent,
+                    "kept": each.expert.kept,
+                    "peak": each.expert.peak,
                     "forward": each.times.forward.total,
                     "backward": each.times.backward.total,
                     "exposed": each.times.exposed,

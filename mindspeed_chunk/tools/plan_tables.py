@@ -86,14 +86,16 @@ def _traffic(found: list[dict[str, Any]]) -> Table:
 def _chunks(found: list[dict[str, Any]], everything: bool) -> Table:
     shown = [each for each in found if everything or (each["schedule"], each["keep"]) == ("rolling", "activations")]
     ep = shown[0]["ep"]
-    columns = ("schedule, keep", "N", "rows an expert", "kept GB", "peak GB", "forward ms", "backward ms", "exposed ms")
-    table = _table(f"one MoE layer, EP={ep}", columns)
+    columns = ("schedule, keep", "N", "rows an expert", "resident tokens", "sent GB", "kept GB", "peak GB")
+    columns += ("forward ms", "backward ms", "exposed ms")
+    table = _table(f"one MoE layer, forward and backward, EP={ep}", columns)
     for each in shown:
         table.add_row(
             f"{each['schedule']}, {each['keep']}",
             str(each["num_chunks"]),
             str(each["rows_per_expert"]),
-            *(f"{each[key] / GB:.3f}" for key in ("kept", "peak")),
+            str(each["resident_tokens"]),
+            *(f"{each[key] / GB:.3f}" for key in ("sent", "kept", "peak")),
             *(f"{each[key] * 1e3:.2f}" for key in ("forward", "backward", "exposed")),
         )
     return table
