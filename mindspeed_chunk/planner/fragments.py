@@ -30,8 +30,7 @@ def fragments(job: Job, setting: Setting) -> str:
 
 def _parallel(job: Job, setting: Setting) -> dict[str, Any]:
     layout, ep_plan = setting.layout, {"apply_modules": [_EXPERTS], "dispatcher": "alltoall"}
-    # with EP=1 MindSpeed-MM reaches no dispatcher
-    if layout.ep > 1 and (setting.num_chunks > 1 or setting.keep != KEEPS[0]):
+    if layout.ep > 1:
         ep_plan |= {"dispatcher": "chunkmoe", "moe_num_chunks": setting.num_chunks}
         if setting.keep != KEEPS[0]:
             ep_plan["chunk_moe_keep"] = setting.keep

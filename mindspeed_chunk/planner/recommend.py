@@ -76,8 +76,9 @@ def candidates(job: Job) -> Iterator[Setting]:
             for policy in _POLICIES:
                 if chunk_mbs and policy == "none":
                     continue  # every micro-chunk's activations would stay
-                for num_chunks in CHUNKS if layout.ep > 1 else (1,):
-                    for keep in KEEPS:
+                # with EP=1 MindSpeed-MM reaches no dispatcher, and its own experts run
+                for num_chunks in CHUNKS if layout.ep > 1 else CHUNKS[:1]:
+                    for keep in KEEPS if layout.ep > 1 else KEEPS[:1]:
                         yield Setting(
                             layout=layout,
                             micro_batch=micro_batch,

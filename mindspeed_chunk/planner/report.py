@@ -34,7 +34,7 @@ def make_report(job: Job) -> dict[str, Any]:
     return {
         "job": _job(job),
         "recommendation": _recommendation(job, found),
-        "layouts": list(_layouts(job, estimator, chosen.setting)),
+        "layouts": list(_layouts(job, estimator, chosen.setting, "recommended" if found.best else "least memory")),
         "precision": list(_precision(job, chosen.setting)),
         "batch": list(_batch(estimator, chosen.setting)),
         "activations": list(_activations(estimator, chosen)),
@@ -86,10 +86,10 @@ def _recommendation(job: Job, found: Recommendation) -> dict[str, Any]:
     }
 
 
-def _layouts(job: Job, estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
+def _layouts(job: Job, estimator: Estimator, chosen: Setting, role: str) -> Iterator[dict[str, Any]]:
     """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first."""
     model = job.model
-    yield _layout(job, estimator, chosen, "recommended")
+    yield _layout(job, estimator, chosen, role)
     pair = [_pair_layout(job, *sizes) for sizes in _PAIR]
     for layout, problem in pair:
         if problem:
