@@ -64,8 +64,9 @@ def expert_memory(rank, world_size, overrides, tokens):
     experts.unshard()
     text = this.model.config.text_config
     generator = torch.Generator().manual_seed(rank)
-    x_TH, grad_TH = (torch.randn(tokens, text.hidden_size, generator=generator) for _ in range(2))
-    weight_TK = torch.rand(tokens, text.num_experts_per_tok, generator=generator)
+    dtype = getattr(torch, this.config.fsdp.param_dtype)
+    x_TH, grad_TH = (torch.randn(tokens, text.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    weight_TK = torch.rand(tokens, text.num_experts_per_tok, generator=generator).to(dtype)
     chance_TE = torch.ones(tokens, text.num_experts)
     index_TK = torch.multinomial(chance_TE, text.num_experts_per_tok, generator=generator)
     indices = [torch.empty_like(index_TK) for _ in range(world_size)]
@@ -92,7 +93,7 @@ def layer_memory(experts, x_TH, index_TK, weight_TK, grad_TH):
         time.sleep(SETTLE_S)
         kept, forward, live.peak = live.now - out_TH.nbytes, live.peak, live.now
         torch.autograd.grad(out_TH, (x_TH, weight_TK, *weights), grad_TH)
-        return kept, forward, live.peak - sum(weight.nbytes for weight in weights)
+        return kept, forward, live.peak
 
 
 def rows_of(indices, num_chunks, rank, num_experts):

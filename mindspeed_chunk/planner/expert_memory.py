@@ -19,6 +19,7 @@ from typing import NamedTuple
 from mindspeed_chunk.moe.schedule import build
 
 _INDEX = 8  # bytes of an int64
+_TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
 _PACKED_ALIGNMENT = 16  # bytes; a packed row ends in a tail of this size, which carries the router weight
 
 
@@ -118,8 +119,11 @@ def expert_memory(
     forward.run(build(schedule, len(rows)))
     backward = _Backward(shape, rows, keep, forward.kept)
     backward.run(build(schedule, len(rows), backward=True))
-    total_size = 4 if shape.element_size == 2 else shape.element_size
-    return ExpertMemory(forward.kept, forward.peak, backward.peak, shape.weight_elements * total_size)
+    narrow = shape.element_size == 2
+    # at the end, the totals are cast to the weights' format, all at once
+    backward_peak = max(backward.peak, backward.now + (shape.weight_elements * shape.element_size if narrow else 0))
+    weight_grads = shape.weight_elements * (_TOTAL if narrow else shape.element_size)
+    return ExpertMemory(forward.kept, forward.peak, backward_peak, weight_grads)
 
 
 class _Walk:
