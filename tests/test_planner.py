@@ -167,6 +167,7 @@ def test_the_recommendation_fits_is_the_fastest_and_says_why():
     assert any(f"EP={found.best.setting.layout.ep}" in line for line in found.why)
     unbalanced = recommend(job(imbalance=2.0))
     assert unbalanced.best.step > found.best.step and "auxiliary loss" in unbalanced.why[-1]
+    assert any("can ask for" in line for line in recommend(job(recipe=RECIPES["bf16-megatron"])).why)
     gone = recommend(job("397b"))
     assert gone.best is None and "Nothing fits" in gone.why[0]
 

@@ -56,3 +56,4 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 DEFAULT_RECIPE = "bf16-fsdp2"
+FSDP2_RECIPES = ("fp32", "bf16-fsdp2")  # those that MindSpeed-MM's FSDP2 yaml can ask for

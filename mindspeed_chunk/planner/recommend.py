@@ -13,6 +13,7 @@ from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.links import ALL_GATHER
+from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
@@ -144,6 +145,11 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         yield (
             "Nothing is recomputed: what blocks keep beside their experts is counted, not measured. Look at the memory "
             "of a first step, or take a runner-up that recomputes."
+        )
+    if job.recipe.name not in FSDP2_RECIPES:
+        yield (
+            f"Precision {job.recipe.name} is none that MindSpeed-MM's FSDP2 yaml can ask for "
+            f"({' and '.join(FSDP2_RECIPES)} are): the yaml has bf16."
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
