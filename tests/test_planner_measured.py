@@ -111,7 +111,7 @@ def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, dtype
     for of_rank in measured:
         for (keep, schedule, n), (kept, forward, backward, rows) in of_rank.items():
             found = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, rows=rows)
-            assert found.kept == kept, (keep, schedule, n)
+            assert found.kept == pytest.approx(kept, rel=0.05, abs=2048), (keep, schedule, n)
             backward -= found.weight_grads
             errors = [found.forward_peak / forward - 1, found.backward_peak / backward - 1]
             worst = max(worst, *map(abs, errors))
