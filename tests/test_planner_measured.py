@@ -95,17 +95,16 @@ def halves(forward, num_chunks):
     return ([e for e, kind in zip(forward, kinds) if kind == which] for which in "DC")
 
 
-@pytest.mark.parametrize("model, dtype", [("tiny", "fp32"), ("middle", "fp32"), ("middle", "bf16")])
-def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, dtype, tmp_path):
+@pytest.mark.parametrize("model", ["tiny", "middle"])
+def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, tmp_path):
     """Kept, and the most at once, forward and backward, on each rank, for 1, 2, 4 and 8 chunks and both schedules."""
     folder = str(EXAMPLE / "tiny") if model == "tiny" else planner_ranks.write_middle_model(tmp_path)
     size, tokens = load_model(folder), 512 if model == "tiny" else 1024
     overrides = [f"model.model_name_or_path={folder}", "parallel.expert_parallel_size=2"]
-    overrides.append(f"parallel.fsdp_plan.param_dtype={dtype}")
     measured = run_ranks(planner_ranks.expert_memory, 2, overrides, tokens)
     shape = LayerShape(
         tokens=tokens, hidden=size.hidden_size, intermediate=size.moe_intermediate_size, experts=size.num_experts,
-        top_k=size.num_experts_per_tok, ep=2, element_size={"fp32": 4, "bf16": 2}[dtype],
+        top_k=size.num_experts_per_tok, ep=2, element_size=4,
     )  # fmt: skip
     worst = 0.0
     for of_rank in measured:
@@ -118,4 +117,4 @@ def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, dtype
             assert max(map(abs, errors)) < 0.05, (keep, schedule, n, errors)
             balanced = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep)
             assert abs(balanced.peak / max(forward, backward) - 1) < 0.1
-    print(f"{model}, {dtype}: largest error of a peak {worst:.2%}")
+    print(f"{model}: largest error of a peak {worst:.2%}")
