@@ -19,7 +19,10 @@ PACKAGES = {"mindspeed_chunk": ROOT / "mindspeed_chunk", "mindspeed_chunk.patche
 OLDEST_PYTHON = (3, 10)
 MAX_LINES = 400
 # Who may import whom: a part only imports parts of its own or a higher number.
-LAYERS = {"tools": 0, "lint": 0, "standalone": 0, "patches": 0, "autoload": 0, "launch": 0, "moe": 1, "mbs": 1}
+LAYERS = {
+    **dict.fromkeys(("tools", "lint", "standalone", "patches", "autoload", "launch"), 0),
+    **dict.fromkeys(("moe", "mbs", "planner"), 1),
+}
 BASE_LAYER = 2
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(pypi|pythonhosted|download\.pytorch|debian|ubuntu)\.(org|com)")

@@ -171,7 +171,7 @@ class ChunkMoEDispatcher(Dispatcher):
         )
         opened = Opened(call, pending)
         token = Open.apply(opened, arguments.x_TH, route_TK, arguments.weight_TK())
-        run_filler()
+        opened.filled = run_filler()
         out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:

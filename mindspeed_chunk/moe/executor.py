@@ -127,7 +127,8 @@ class _Walk:
         self._run(self._first)
 
     def finish(self) -> None:
-        self._run(self._rest)
+        rest, self._rest = self._rest, ()
+        self._run(rest)
 
     def _run(self, actions: Schedule) -> None:
         for action in actions:
@@ -309,10 +310,15 @@ class _Backward(_Walk):
 
 
 class Opened:
-    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction."""
+    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction.
+
+    Attributes:
+        filled: something was computed between the nodes; otherwise the backward has no reason to leave its last rows
+            on the wire while it goes from one to the other.
+    """
 
     def __init__(self, call: Call, plan: PendingPlan) -> None:
-        self.call, self.plan = call, plan
+        self.call, self.plan, self.filled = call, plan, False
         self._walk: _Walk | None = None
 
     def leave(self, walk: _Walk) -> None:
@@ -375,6 +381,8 @@ class Close(torch.autograd.Function):
             walk = _Backward(opened.call, opened.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
             del saved, x_TH
             walk.start()
+            if not opened.filled:
+                walk.finish()
         weight_grads = [
             None if total is None else total.to(weight.dtype)
             for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))

@@ -36,18 +36,19 @@ class Filler:
     def __exit__(self, *exception: object) -> None:
         _current.reset(self._entered)
 
-    def run(self) -> None:
-        if self._compute is not None:
-            compute, self._compute = self._compute, None
+    def run(self) -> bool:
+        """Compute, unless that is done. True if it was not."""
+        compute, self._compute = self._compute, None
+        if compute is not None:
             self._result = compute()
+        return compute is not None
 
     def result(self) -> torch.Tensor:
         self.run()
         return self._result
 
 
-def run_filler() -> None:
-    """Compute what the block around this layer call has to offer, if it has not been computed."""
+def run_filler() -> bool:
+    """Compute what the block around this layer call has to offer, if it has not been computed. True if it was."""
     filler = _current.get()
-    if filler is not None:
-        filler.run()
+    return filler is not None and filler.run()

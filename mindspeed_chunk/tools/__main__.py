@@ -11,6 +11,7 @@ COMMANDS = {
     "lint": "what is wrong, risky or wasteful in a MindSpeed-MM yaml",
     "bench": "times one MoE layer on some ranks of this machine, and tells its memory",
     "trace": "shows one MoE layer call as a timeline",
+    "plan": "chooses the numbers of a run: layout, chunks, memory, time",
 }
 
 

@@ -1,0 +1,46 @@
+"""Chooses the numbers of a run before it starts: memory, traffic and time of a model on a number of devices.
+
+Called by `mindspeed-chunk plan`. In code, the parts that answer one question each:
+
+    expert_memory(LayerShape(...), num_chunks=4, keep="rows")    bytes that an MoE layer call keeps and holds at most
+    chunk_times(LayerShape(...), device, span, num_chunks=4)     its simulated time, with what of it is exposed
+    exchanges(LayerShape(...), num_chunks=4)                     its all-to-alls, and the bytes a rank sends in them
+    best_num_chunks(LayerShape(...), device, span)               N, from the three
+
+Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothing here needs torch.
+"""
+
+from mindspeed_chunk.planner.choice import ChunkChoice, best_num_chunks
+from mindspeed_chunk.planner.device import Device, Link, load_device
+from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.planner.layout import Layout, layouts
+from mindspeed_chunk.planner.links import Span
+from mindspeed_chunk.planner.model import ModelSize, load_model
+from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
+from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
+from mindspeed_chunk.planner.traffic import Exchanges, exchanges
+
+__all__ = [
+    "ChunkChoice",
+    "ChunkRows",
+    "ChunkTimes",
+    "Device",
+    "Exchanges",
+    "ExpertMemory",
+    "Layout",
+    "LayerShape",
+    "Link",
+    "ModelSize",
+    "Sharding",
+    "Span",
+    "StateBytes",
+    "balanced_rows",
+    "best_num_chunks",
+    "chunk_times",
+    "exchanges",
+    "expert_memory",
+    "layouts",
+    "load_device",
+    "load_model",
+    "state_bytes",
+]

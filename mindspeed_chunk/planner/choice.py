@@ -1,0 +1,51 @@
+"""How many chunks: the fastest N whose layer fits a cap, and the smallest of those that are as good as it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mindspeed_chunk.planner.device import Device
+from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.planner.links import Span
+from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
+
+CANDIDATES = (1, 2, 4, 8)
+_SAME = 1.01  # times the fastest
+
+
+class ChunkChoice(NamedTuple):
+    """The chosen N, and what was found for every candidate."""
+
+    num_chunks: int
+    memory: dict[int, ExpertMemory]
+    times: dict[int, ChunkTimes]
+
+
+def best_num_chunks(
+    shape: LayerShape,
+    device: Device,
+    span: Span | None = None,
+    *,
+    candidates: Sequence[int] = CANDIDATES,
+    schedule: str = "rolling",
+    keep: str = "activations",
+    dtype: str = "bf16",
+    max_bytes: float = float("inf"),
+    rows_of: Callable[[int], Sequence[ChunkRows]] | None = None,
+) -> ChunkChoice:
+    """The number of chunks for one layer shape. A pure function of its arguments: equal ones give equal choices.
+
+    Args:
+        max_bytes: a layer call may hold at its peak. Where no candidate fits, the one with the lowest peak is taken.
+        rows_of: from N to the rows of each chunk, such as gathered counts give them; balanced without it.
+    """
+    rows = {n: rows_of(n) if rows_of else balanced_rows(shape, n) for n in candidates}
+    how = {"schedule": schedule, "keep": keep}
+    memory = {n: expert_memory(shape, rows=rows[n], **how) for n in candidates}
+    times = {n: chunk_times(shape, device, span, rows=rows[n], dtype=dtype, **how) for n in candidates}
+    fitting = [n for n in candidates if memory[n].peak <= max_bytes]
+    if not fitting:
+        return ChunkChoice(min(candidates, key=lambda n: memory[n].peak), memory, times)
+    fastest = min(times[n].total for n in fitting)
+    return ChunkChoice(min(n for n in fitting if times[n].total <= _SAME * fastest), memory, times)

@@ -1,0 +1,212 @@
+"""What a device can do: a small table with the public source of every number, or a file of the user's own.
+
+Rates are peak rates, so times computed from them are lower bounds and their ratios are what to look at; a file with
+measured rates gives times to expect. A link's rate is that of one direction, out of one device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_chunk.config import ConfigError
+
+GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between two devices.
+
+    Attributes:
+        rate: bytes a second that one device sends.
+        latency: seconds that every message costs besides.
+        measured: (bytes, seconds) of single messages, in order of bytes; between them the time is read off a straight
+            line, beyond them it grows with the last slope. Takes the place of the other two.
+    """
+
+    rate: float
+    latency: float = 0.0
+    measured: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, nbytes: float) -> float:
+        if nbytes <= 0:
+            return 0.0
+        if not self.measured:
+            return self.latency + nbytes / self.rate
+        sizes = [size for size, _ in self.measured]
+        right = min(max(bisect.bisect_left(sizes, nbytes), 1), len(sizes) - 1)
+        (size, time), (next_size, next_time) = self.measured[right - 1 : right + 1]
+        return max(0.0, time + (nbytes - size) * (next_time - time) / (next_size - size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device as a rank drives it.
+
+    Attributes:
+        memory: bytes.
+        flops: dense floating-point operations a second by number format; what is missing cannot be computed in.
+        memory_rate: bytes a second.
+        intra: the link inside of a node.
+        inter: the link between nodes.
+        call: seconds that every action of a schedule costs besides its work.
+        sources: where the numbers are from.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[str, float]
+    memory_rate: float
+    intra: Link
+    inter: Link
+    call: float = 0.0
+    sources: tuple[str, ...] = ()
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second in `dtype`.
+
+        Raises:
+            ConfigError: where the device has none.
+        """
+        if dtype not in self.flops:
+            way_out = f"use {', '.join(self.flops)}, or a device file with flops_{dtype}"
+            raise ConfigError.about("--dtype", dtype, f"{self.name} has no matrix unit for it", way_out)
+        return self.flops[dtype]
+
+
+_CLOUDMATRIX = "Serving Large Language Models on Huawei CloudMatrix384, arXiv:2506.12708, section 3"
+_DIE = "one die, which is what a rank drives; a package has two of everything: 752 TFLOPS, 128 GB, 392 GB/s, 400 Gbit/s"
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet (SXM): 80 GB, 3.35 TB/s, 1979 and 3958 TFLOPS with sparsity"
+_H200 = "NVIDIA H200 Tensor Core GPU data sheet (SXM): 141 GB, 4.8 TB/s, 1979 and 3958 TFLOPS with sparsity"
+_NVLINK = "NVIDIA H100 and H200 data sheets: NVLink 900 GB/s, which is both directions together"
+_CONNECTX = "NVIDIA DGX H100/H200 data sheet: eight ConnectX-7 of 400 Gbit/s for eight GPUs"
+_DENSE = "NVIDIA H100 data sheet's footnote: dense rates are half of those with sparsity"
+
+
+def _hopper(name: str, memory: int, memory_rate: float, source: str) -> Device:
+    return Device(
+        name=name,
+        memory=memory * GIGA,
+        flops={"bf16": 989.5 * TERA, "fp8": 1979 * TERA},
+        memory_rate=memory_rate * TERA,
+        intra=Link(rate=450 * GIGA),
+        inter=Link(rate=50 * GIGA),
+        sources=(source, _DENSE, _NVLINK, _CONNECTX),
+    )
+
+
+# 1.6 TB/s a die: its four memory stacks. Inside of a node the UB plane, between nodes the RDMA plane.
+_ASCEND_910C = Device(
+    name="ascend-910c",
+    memory=64 * GIGA,
+    flops={"bf16": 376 * TERA},
+    memory_rate=1.6 * TERA,
+    intra=Link(rate=196 * GIGA),
+    inter=Link(rate=25 * GIGA),
+    sources=(_CLOUDMATRIX, _DIE, "no fp8: its 8-bit matrix format is int8 (same paper)"),
+)
+DEVICES: dict[str, Device] = {
+    "ascend-910c": _ASCEND_910C,
+    # all nodes inside of one supernode, which the UB plane spans at the rate it has inside of a node (same paper)
+    "ascend-910c-supernode": dataclasses.replace(_ASCEND_910C, name="ascend-910c-supernode", inter=_ASCEND_910C.intra),
+    "h100": _hopper("h100", 80, 3.35, _H100),
+    "h200": _hopper("h200", 141, 4.8, _H200),
+}
+
+# Keys of a device file: how each is turned into the units of a Device.
+_REQUIRED = {
+    "memory_gb": GIGA,
+    "memory_gb_per_s": GIGA,
+    "intra_gb_per_s": GIGA,
+    "inter_gb_per_s": GIGA,
+}
+_OPTIONAL = {
+    "flops_bf16": TERA,
+    "flops_fp8": TERA,
+    "flops_fp32": TERA,
+    "intra_latency_us": MICRO,
+    "inter_latency_us": MICRO,
+    "call_us": MICRO,
+}
+_TABLES = ("intra_messages", "inter_messages")
+
+
+def load_device(name: str) -> Device:
+    """A device of the table, or the one in a yaml or json file.
+
+    Raises:
+        ConfigError: naming the devices there are, or the key of the file that is wrong.
+    """
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    path = Path(name)
+    if not path.is_file():
+        rule = f"no file, and no device of the table ({', '.join(DEVICES)})"
+        raise ConfigError.about("--device", name, rule, "give one of the two")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = f"cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError.about("--device", name, reason, "give a yaml or json file") from None
+    return _from_file(content, path)
+
+
+def _from_file(content: Any, path: Path) -> Device:
+    example = "see docs/planner.md for an example"
+    if not isinstance(content, Mapping):
+        raise ConfigError.about(f"--device {path}", content, "must be a mapping", example)
+    known = {*_REQUIRED, *_OPTIONAL, *_TABLES, "name", "source"}
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError.about(f"--device {path}: {key}", value, "unknown key", f"known are {', '.join(known)}")
+    missing = [key for key in _REQUIRED if key not in content]
+    if missing or not any(key.startswith("flops_") for key in content):
+        raise ConfigError.about(f"--device {path}", ", ".join(missing or ["flops_bf16"]), "is missing", example)
+    numbers = {
+        key: _number(content[key], f"--device {path}: {key}", least_is_allowed=key.endswith("_us")) * unit
+        for key, unit in {**_REQUIRED, **_OPTIONAL}.items()
+        if key in content
+    }
+    links = {
+        side: Link(
+            rate=numbers[f"{side}_gb_per_s"],
+            latency=numbers.get(f"{side}_latency_us", 0.0),
+            measured=_table(content.get(f"{side}_messages", ()), f"--device {path}: {side}_messages"),
+        )
+        for side in ("intra", "inter")
+    }
+    return Device(
+        name=str(content.get("name", path.stem)),
+        memory=numbers["memory_gb"],
+        flops={key.removeprefix("flops_"): value for key, value in numbers.items() if key.startswith("flops_")},
+        memory_rate=numbers["memory_gb_per_s"],
+        call=numbers.get("call_us", 0.0),
+        sources=(str(content.get("source", path)),),
+        **links,
+    )
+
+
+def _number(value: Any, path: str, *, least_is_allowed: bool) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not (value > 0 or (least_is_allowed and value == 0)):
+        raise ConfigError.about(path, value, f"must be a number {'>=' if least_is_allowed else '>'} 0", "correct it")
+    return float(value)
+
+
+def _table(value: Any, path: str) -> tuple[tuple[float, float], ...]:
+    """[[bytes, seconds], ...] of at least two messages, in order."""
+    rule = "must be a list of [bytes, seconds], at least two, in order of bytes"
+    try:
+        table = tuple((float(nbytes), float(seconds)) for nbytes, seconds in value)
+    except (TypeError, ValueError):
+        raise ConfigError.about(path, value, rule, "correct it") from None
+    if table and (len(table) < 2 or any(a[0] >= b[0] for a, b in zip(table, table[1:]))):
+        raise ConfigError.about(path, value, rule, "correct it")
+    return table

@@ -1,0 +1,276 @@
+"""Bytes that one Chunk MoE layer call keeps and holds at most, found by walking the executor's own schedule.
+
+T tokens here, H hidden, K experts a token, S = T x K rows sent, R rows received, I expert intermediate, F = 2I,
+L experts here, s bytes an element. Every buffer is entered in a ledger when the executor makes it and taken out when it
+lets it go (`moe/executor.py`, `moe/experts.py`, `ops/cpu.py`); nothing here is fitted to a measurement. Not counted:
+the layer's input, the weights, and what a library allocates inside of one operation.
+
+Without any walk: kept are K (H + 2I) s a token with "activations", K H s with "rows", nothing with "input", and
+8 bytes a row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
+their combine, and three own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_chunk.moe.schedule import build
+
+_INDEX = 8  # bytes of an int64
+_TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
+_PACKED_ALIGNMENT = 16  # bytes; a packed row ends in a tail of this size, which carries the router weight
+
+
+class ChunkRows(NamedTuple):
+    """Rows of one chunk on one rank.
+
+    Attributes:
+        sent: what leaves its tokens, K each, those for this rank's own experts included.
+        received: what its experts get, from this rank and the others.
+        largest: the most that one local expert gets.
+    """
+
+    tokens: int
+    sent: int
+    received: int
+    largest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One MoE layer call on one rank.
+
+    Attributes:
+        tokens: T, on this rank.
+        experts: E, on all ranks of the expert-parallel group together.
+        element_size: bytes of an element of the rows and of the weights.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    ep: int
+    element_size: int
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.ep
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of the local experts' weights: 3 L H I."""
+        return 3 * self.local_experts * self.hidden * self.intermediate
+
+
+class ExpertMemory(NamedTuple):
+    """Bytes of a layer call.
+
+    Attributes:
+        kept: alive between forward and backward, without the output.
+        forward_peak: the most alive at once in the forward; with the output.
+        backward_peak: the same in the backward; with the output and the gradient of the input, without `weight_grads`.
+        weight_grads: the totals that the chunks' weight gradients are summed in, fp32 for narrower weights.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    weight_grads: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+
+def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) -> tuple[ChunkRows, ...]:
+    """The rows of each chunk where every expert is equally popular.
+
+    Args:
+        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean.
+    """
+    size = -(-shape.tokens // num_chunks)
+    tokens = [max(0, min(size, shape.tokens - c * size)) for c in range(num_chunks)]
+    received = [round(n * shape.top_k * imbalance) for n in tokens]
+    return tuple(
+        ChunkRows(n, n * shape.top_k, rows, -(-rows // shape.local_experts)) for n, rows in zip(tokens, received)
+    )
+
+
+def expert_memory(
+    shape: LayerShape,
+    *,
+    num_chunks: int = 1,
+    schedule: str = "rolling",
+    keep: str = "activations",
+    rows: Sequence[ChunkRows] | None = None,
+) -> ExpertMemory:
+    """Bytes of a layer call.
+
+    Args:
+        keep: `chunk_moe_keep`.
+        rows: of each chunk, where they are known; otherwise `balanced_rows`.
+    """
+    rows = rows or balanced_rows(shape, num_chunks)
+    forward = _Forward(shape, rows, keep)
+    forward.run(build(schedule, len(rows)))
+    backward = _Backward(shape, rows, keep, forward.kept)
+    backward.run(build(schedule, len(rows), backward=True))
+    narrow = shape.element_size == 2
+    # at the end, the totals are cast to the weights' format, all at once
+    backward_peak = max(backward.peak, backward.now + (shape.weight_elements * shape.element_size if narrow else 0))
+    weight_grads = shape.weight_elements * (_TOTAL if narrow else shape.element_size)
+    return ExpertMemory(forward.kept, forward.peak, backward_peak, weight_grads)
+
+
+class _Walk:
+    """A ledger of named bytes, and a method a kind of action, as the executor's walk has them."""
+
+    def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
+        self._shape, self._rows, self._keep = shape, rows, keep
+        self._row = shape.hidden * shape.element_size
+        self._fc1_row = 2 * shape.intermediate * shape.element_size
+        self._activated_row = shape.intermediate * shape.element_size
+        # elsewhere the rows come in the order that experts want
+        self._regroups = shape.ep > 1 and shape.local_experts > 1
+        self._held: dict[tuple[str, int], int] = {}
+        self.now = self.peak = 0
+
+    def run(self, schedule) -> None:
+        for kind, c in schedule:
+            getattr(self, kind)(c, self._rows[c])
+
+    def _hold(self, name: str, c: int, nbytes: int, beside: int = 0) -> None:
+        """Enter a buffer; `beside` are bytes that are alive only while it is made."""
+        self._held[name, c] = nbytes
+        self.now += nbytes
+        self._pass(beside)
+
+    def _pass(self, nbytes: int) -> None:
+        self.peak = max(self.peak, self.now + nbytes)
+
+    def _free(self, *names: str, c: int) -> None:
+        for name in names:
+            self.now -= self._held.pop((name, c), 0)
+
+    def _move(self, name: str, to: str, c: int) -> None:
+        self._held[to, c] = self._held.pop((name, c))
+
+    def _packed(self, hidden: int) -> int:
+        """Bytes of a packed row of `hidden` elements; see `moe/packing.py`."""
+        nbytes = hidden * self._shape.element_size
+        return -(-nbytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT + _PACKED_ALIGNMENT
+
+    def _arrived(self, c: int, row: int, received: int) -> None:
+        """The wait: what was sent goes; the received rows are put in the experts' order through a second buffer."""
+        self._free("send", c=c)
+        self._pass(received * row if self._regroups else 0)
+        self._move("received", "rows", c)
+
+    def _product(self, rows: ChunkRows) -> int:
+        """Products are made expert by expert, and one expert's go only when the next one's are there."""
+        return 2 * rows.largest * self._row if self._regroups else 0
+
+
+class _Forward(_Walk):
+    def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
+        super().__init__(shape, rows, keep)
+        self._hold("output", 0, shape.tokens * self._row)
+        self._hold("route", 0, shape.tokens * shape.top_k * _INDEX)
+
+    @property
+    def kept(self) -> int:
+        """Once the walk is over."""
+        return self.now - self._held["output", 0] - self._held["route", 0]
+
+    def P(self, c: int, rows: ChunkRows) -> None:
+        self._hold("order", c, rows.sent * _INDEX, beside=rows.sent * _INDEX)
+        self._hold("send", c, rows.sent * self._row, beside=rows.sent * _INDEX)
+
+    def D(self, c: int, rows: ChunkRows) -> None:
+        self._hold("received", c, rows.received * self._row)
+
+    def E(self, c: int, rows: ChunkRows) -> None:
+        self._arrived(c, self._row, rows.received)
+        self._hold("fc1", c, rows.received * self._fc1_row)
+        self._hold("activated", c, rows.received * self._activated_row)
+        if self._keep != "activations":
+            self._free("fc1", c=c)
+        self._hold("send", c, rows.received * self._row, beside=self._product(rows))
+        self._free("activated", c=c)
+        if self._keep == "input":
+            self._free("rows", c=c)
+
+    def C(self, c: int, rows: ChunkRows) -> None:
+        self._hold("received", c, rows.sent * self._row)
+
+    def U(self, c: int, rows: ChunkRows) -> None:
+        self._free("send", c=c)
+        self._pass(rows.sent * _INDEX + max(rows.sent * _INDEX, rows.tokens * self._row))
+        self._free("received", c=c)
+
+
+class _Backward(_Walk):
+    """The kept bytes and the output stay to the end: the node's saved tensors are freed after it has run."""
+
+    def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str, kept: int) -> None:
+        super().__init__(shape, rows, keep)
+        self._hold("kept and output", 0, kept + shape.tokens * self._row)
+        self._hold("router gradient", 0, shape.tokens * shape.top_k * shape.element_size)
+        # with "input", the tokens ride with their gradients
+        self._out_row = self._packed(shape.hidden * (2 if keep == "input" else 1))
+        self._back_row = self._packed(shape.hidden)
+
+    def P(self, c: int, rows: ChunkRows) -> None:
+        packed = rows.tokens * self._out_row
+        self._hold("send", c, rows.sent * self._out_row, beside=packed + rows.sent * _INDEX)
+
+    def D(self, c: int, rows: ChunkRows) -> None:
+        self._hold("received", c, rows.received * self._out_row)
+
+    def E(self, c: int, rows: ChunkRows) -> None:
+        activated, fc1 = rows.received * self._activated_row, rows.received * self._fc1_row
+        self._arrived(c, self._out_row, rows.received)
+        again = self._keep != "activations"
+        if again:
+            self._hold("fc1 gradient", c, fc1)  # fc1 itself, to begin with
+        self._hold("activated", c, activated)
+        self._hold("activated gradient", c, activated, beside=self._row_dot(rows))
+        if again:
+            self._pass(activated)  # silu(gate): the gradient has fc1's place
+        else:
+            self._hold("fc1 gradient", c, fc1)
+        self._free("activated gradient", c=c)
+        self._hold("send", c, rows.received * self._back_row, beside=self._product(rows))
+        if self._keep == "input":
+            self._pass(self._weight_product())
+            self._free("fc1 gradient", c=c)
+
+    def C(self, c: int, rows: ChunkRows) -> None:
+        self._hold("received", c, rows.sent * self._back_row)
+
+    def W(self, c: int, rows: ChunkRows) -> None:
+        self._pass(self._weight_product())
+        self._free("rows", "activated", "fc1 gradient", c=c)
+
+    def U(self, c: int, rows: ChunkRows) -> None:
+        self._free("send", c=c)
+        beside = rows.sent * _INDEX + rows.tokens * self._back_row
+        if ("input gradient", 0) not in self._held:
+            self._hold("input gradient", 0, self._shape.tokens * self._row, beside=beside)
+        self._pass(beside)
+        self._free("received", c=c)
+
+    def _row_dot(self, rows: ChunkRows) -> int:
+        """The products behind the router's gradient; narrow rows are widened first."""
+        elements = rows.received * self._shape.intermediate
+        return elements * (4 + 4 + 4 if self._shape.element_size == 2 else self._shape.element_size)
+
+    def _weight_product(self) -> int:
+        """A narrow weight gradient of one expert, made before it is added to the fp32 total."""
+        if self._shape.element_size != 2:
+            return 0
+        return 2 * self._shape.hidden * self._shape.intermediate * self._shape.element_size

@@ -1,0 +1,65 @@
+"""Seconds of a collective on the links that it crosses.
+
+n ranks of a group, d of them on each node it touches, n / d nodes; every device sends on its link inside of the node
+and on its own link between nodes at the same time, and the slower of the two decides. These are the least times that
+any algorithm needs for the bytes. For S bytes of the whole tensor (all-to-all: of the rows that one rank sends, itself
+included):
+
+    all-gather, reduce-scatter   inside  S (n - 1) / n        between  S (1 - d / n) / d
+    all-reduce                   twice that
+    all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
+    point to point               S on the one link
+
+In a gather each node takes in once what the others hold, through its d devices, and shares it inside.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mindspeed_chunk.planner.device import Device
+from mindspeed_chunk.planner.layout import Groups
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "point-to-point"
+
+
+class Span(NamedTuple):
+    """Ranks of a group, and how many of them are on one node."""
+
+    ranks: int
+    per_node: int
+
+    @classmethod
+    def of(cls, groups: Groups, devices_per_node: int) -> Span:
+        """The span of the group that touches the most nodes."""
+
+        def widest(group: tuple[int, ...]) -> int:
+            return len({rank // devices_per_node for rank in group})
+
+        group = max(groups, key=widest)
+        return cls(len(group), max(1, len(group) // widest(group)))
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.per_node < self.ranks
+
+
+def collective_seconds(kind: str, nbytes: float, span: Span, device: Device) -> float:
+    """Seconds of one collective; see the module's table for what `nbytes` is."""
+    inside, between = _parts(kind, nbytes, span)
+    return max(device.intra.seconds(inside), device.inter.seconds(between))
+
+
+def _parts(kind: str, nbytes: float, span: Span) -> tuple[float, float]:
+    """Bytes that one device sends inside of its node, and to other nodes."""
+    n, d = span
+    if n == 1:
+        return 0.0, 0.0
+    if kind == POINT_TO_POINT:
+        return (0.0, nbytes) if span.crosses_nodes else (nbytes, 0.0)
+    if kind == ALL_TO_ALL:
+        return nbytes * (d - 1) / n, nbytes * (n - d) / n
+    times = 2 if kind == ALL_REDUCE else 1
+    inside = nbytes * (n - 1) / n if d > 1 else 0.0
+    return times * inside, times * nbytes * (1 - d / n) / d

@@ -1,0 +1,207 @@
+"""The plan's report as one page: no request to anywhere, light and dark, for a desk and for a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from mindspeed_chunk.planner.charts import legend, line_chart, stacked_bar
+
+GB = 1e9
+_STYLE = """
+:root { --back: #ffffff; --text: #1c2430; --soft: #5b6675; --edge: #d5dbe3; --panel: #f5f7fa; --mark: #b00020;
+  --c0: #3366cc; --c1: #2f8f5b; --c2: #b07a00; --c3: #8a4fbf; --c4: #c8553d; --c5: #2a8c9c; --c6: #7a6f52;
+  --c7: #aa3377; }
+@media (prefers-color-scheme: dark) { :root { --back: #14181f; --text: #e6eaf0; --soft: #9aa6b5; --edge: #343c48;
+  --panel: #1c222b; --mark: #ff6b81; --c0: #7aa2f7; --c1: #5fc48d; --c2: #e0b050; --c3: #bb8ae8; --c4: #ef8a72;
+  --c5: #5fc3d3; --c6: #b9ac8a; --c7: #e07bb4; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1180px; padding: 16px; background: var(--back); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 32px 0 8px; }
+p, li { max-width: 75ch; } .soft { color: var(--soft); font-size: .9rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px; }
+.panel { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 16px;
+  min-width: 0; }
+.panel h2 { margin-top: 0; }
+.row { margin: 10px 0; } .row b { font-weight: 600; } .row span { float: right; padding-left: 8px; }
+svg.bar { display: block; width: 100%; height: 18px; border-radius: 3px; background: var(--edge); }
+svg.lines { width: 100%; max-width: 560px; } svg text { fill: var(--soft); font-size: 12px; }
+.grid { stroke: var(--edge); } polyline { fill: none; stroke-width: 2; } .mark { fill: var(--mark); }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0; padding: 0;
+  font-size: .85rem; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; padding: 5px 8px; border-bottom: 1px solid var(--edge); vertical-align: top; }
+pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px;
+  white-space: pre-wrap; }
+@media (max-width: 700px) { thead { display: none; } tr { display: block; border-bottom: 1px solid var(--edge);
+  padding: 6px 0; } td { display: flex; justify-content: space-between; gap: 12px; border: 0; padding: 2px 0; }
+  td::before { content: attr(data-label); color: var(--soft); flex: none; max-width: 50%; } }
+"""
+
+
+def page(report: dict[str, Any]) -> str:
+    """The whole page as text."""
+    job, found = report["job"], report["recommendation"]
+    title = f"Plan: {job['model']} on {job['nodes']} x {job['devices_per_node']} {job['device']}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">{escape(_job_line(job))}</p>',
+        _recommendation(found),
+        '<div class="charts">',
+        _memory_panel(report),
+        _time_panel(report),
+        _chunks_panel(report),
+        "</div>",
+        *_tables(report),
+        _yaml(report),
+        f'<p class="soft">Sources: {escape("; ".join([job["model_source"], *job["device_sources"]]))}</p>',
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_colours()}{_STYLE}</style></head>'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _colours() -> str:
+    return "".join(
+        f".c{n} {{ fill: var(--c{n}); background: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }} " for n in range(8)
+    )
+
+
+def _job_line(job: dict[str, Any]) -> str:
+    return (
+        f"{job['parameters'] / 1e9:.1f}e9 parameters, {job['active_parameters'] / 1e9:.1f}e9 a token; "
+        f"{job['memory'] / GB:.0f} GB a device, of which {job['budget'] / GB:.1f} GB may be used; "
+        f"{job['global_batch']} samples of {job['sequence']} tokens a step; {job['recipe']}. Times are at the device's "
+        "peak rates, unless its file has measured ones: compare them."
+    )
+
+
+def _recommendation(found: dict[str, Any]) -> str:
+    heading = "Recommended" if found["fits"] else "Nothing fits; the least memory has"
+    why = "".join(f"<li>{escape(sentence)}</li>" for sentence in found["why"])
+    return f"<h2>{heading}: {escape(found['best']['title'])}</h2><ul>{why}</ul>"
+
+
+def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Layouts with a name short enough for a bar."""
+    named = []
+    for each in report["layouts"]:
+        if "problem" not in each:
+            named.append(
+                (each["title"].split(",")[0] + (" (recommended)" if each["role"] == "recommended" else ""), each)
+            )
+    return named
+
+
+def _memory_panel(report: dict[str, Any]) -> str:
+    drawn, job = _drawn(report), report["job"]
+    most = max(job["memory"], *(each["peak"] for _, each in drawn))
+    rows = []
+    for name, each in drawn:
+        parts = {part: value / GB for part, value in each["memory"].items()}
+        told = f"{name}: {each['peak'] / GB:.1f} GB"
+        bar = stacked_bar(parts, most / GB, "GB", told, mark=job["budget"] / GB)
+        rows.append(_row(name, f"{each['peak'] / GB:.1f} GB", bar))
+    note = '<p class="soft">The line is what may be used.</p>'
+    return _panel("Memory of a rank", legend(list(drawn[0][1]["memory"])), *rows, note)
+
+
+def _time_panel(report: dict[str, Any]) -> str:
+    drawn = _drawn(report)
+    names = list(dict.fromkeys(part for _, each in drawn for part in each["seconds"]))
+    most = max(each["step"] for _, each in drawn)
+    rows = []
+    for name, each in drawn:
+        parts = {part: each["seconds"].get(part, 0.0) for part in names}
+        bar = stacked_bar(parts, most, "s", f"{name}: {each['step']:.3f} s")
+        rows.append(_row(name, f"{each['step']:.3f} s", bar))
+    return _panel("Time of a step", legend(names), *rows)
+
+
+def _chunks_panel(report: dict[str, Any]) -> str:
+    keep = report["recommendation"]["best"]["setting"]["keep"]
+    lines: dict[str, dict[int, float]] = {}
+    for each in report["chunks"]:
+        if each["keep"] == keep:
+            lines.setdefault(each["schedule"], {})[each["num_chunks"]] = each["exposed"] * 1e3
+    chart = line_chart(lines, "number of chunks N", "exposed all-to-all, ms")
+    heading = f"Exposed all-to-all of one MoE layer, EP={report['chunks'][0]['ep']}"
+    note = '<p class="soft">ms, forward and backward of one pass.</p>'
+    return _panel(heading, legend(list(lines)), chart, note)
+
+
+def _panel(heading: str, *parts: str) -> str:
+    return f'<section class="panel"><h2>{escape(heading)}</h2>{"".join(parts)}</section>'
+
+
+def _row(name: str, value: str, bar: str) -> str:
+    return f'<div class="row"><span>{escape(value)}</span><b>{escape(name)}</b>{bar}</div>'
+
+
+def _tables(report: dict[str, Any]) -> Iterable[str]:
+    settings = [report["recommendation"]["best"], *report["recommendation"]["runners_up"]]
+    rows = [(each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings]
+    yield _table("The recommended setting and the next ones", ("setting", "GB", "s a step"), rows)
+    yield _table(
+        "Layouts", ("layout", "GB", "s a step", "inside a node", "across nodes"), map(_place, report["layouts"])
+    )
+    keys = ("calls", "nbytes", "seconds")
+    rows = [
+        (each["title"].split(",")[0], sent["group"], sent["kind"], str(sent["ranks"]), *_sent(sent, keys))
+        for each in report["layouts"][:3]
+        for sent in each.get("traffic", ())
+    ]
+    yield _table("Traffic of a rank in a step", ("layout", "group", "kind", "ranks", "calls", "GB", "s"), rows)
+    rows = [
+        (each["policy"], *(f"{each[key] / GB:.2f}" for key in ("kept", "working", "host")), f"{each['again']:.0%}")
+        for each in report["activations"]
+    ]
+    yield _table("Activations", ("policy", "kept GB", "at work GB", "host GB", "forward again"), rows)
+    rows = [
+        (
+            each["name"],
+            str(each["kept"]),
+            str(each["gathered"]),
+            f"{each['rank'] / GB:.2f}",
+            "yes" if each["possible"] else "no",
+        )
+        for each in report["precision"]
+    ]
+    yield _table("Bytes a parameter", ("recipe", "kept", "gathered", "GB a rank", "on this device"), rows)
+
+
+def _place(each: dict[str, Any]) -> tuple[str, ...]:
+    name = each["title"].split(",")[0]
+    if "problem" in each:
+        return name, "", "", each["problem"], ""
+    kinds = each["inside_node"]
+    places = (" ".join(kind for kind, inside in kinds.items() if inside is wanted) for wanted in (True, False))
+    return name, f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places
+
+
+def _sent(sent: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    calls, nbytes, seconds = (sent[key] for key in keys)
+    return str(calls), f"{nbytes / GB:.2f}", f"{seconds:.3f}"
+
+
+def _table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td data-label="{escape(column)}">{escape(cell)}</td>' for column, cell in zip(columns, row))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<h2>{escape(heading)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _yaml(report: dict[str, Any]) -> str:
+    if not report["yaml"]:
+        return ""
+    return f"<h2>For the yaml of MindSpeed-MM</h2><pre>{escape(report['yaml'])}</pre>"

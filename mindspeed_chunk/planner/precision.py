@@ -1,0 +1,59 @@
+"""Bytes that one parameter costs in each number format recipe, spread over the ranks that share it.
+
+fp32 has 8 bits of exponent and 23 of mantissa, bf16 8 and 7, fp16 5 and 10, fp8 (E4M3) 4 and 3. bf16 has the range of
+fp32: gradients neither overflow nor vanish in it, and it needs no loss scaling. fp16 ends at 65504 and below 6e-8:
+the loss is multiplied by a scale that keeps small gradients above that, and steps that overflow are skipped
+(Micikevicius et al., Mixed Precision Training, arXiv:1710.03740).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Recipe(NamedTuple):
+    """Bytes a parameter.
+
+    Attributes:
+        weight: the copy that is kept, sharded.
+        master: a second copy that the optimizer updates; 0 where the kept one is it.
+        grad: the gradient that the optimizer reads.
+        moments: Adam's two moments together.
+        gathered: an element of a unit while it is gathered for computing.
+        source: where the recipe is described.
+    """
+
+    name: str
+    weight: int
+    master: int
+    grad: int
+    moments: int
+    gathered: int
+    compute: str
+    loss_scaling: bool
+    source: str
+
+    @property
+    def kept(self) -> int:
+        return self.weight + self.master + self.grad + self.moments
+
+
+_ZERO = "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1"
+_FSDP2 = "torch.distributed.fsdp.MixedPrecisionPolicy: parameters stay fp32 in shards, and are cast for the gather"
+_MEGATRON = "NVIDIA/Megatron-LM, docs on the distributed optimizer: bf16 parameters, fp32 gradients: 18 bytes"
+_TE = "NVIDIA Transformer Engine, documentation on fp8: weights kept in high precision, cast to fp8 for the matmuls"
+_DEEPSEEK = "DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3: fp32 master and gradients, bf16 moments"
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp32", 4, 0, 4, 8, 4, "fp32", False, _ZERO),
+        Recipe("bf16-fsdp2", 4, 0, 4, 8, 2, "bf16", False, _FSDP2),
+        Recipe("bf16-megatron", 2, 4, 4, 8, 2, "bf16", False, _MEGATRON),
+        Recipe("fp16", 2, 4, 2, 8, 2, "fp16", True, _ZERO),
+        Recipe("fp8-tensorwise", 2, 4, 4, 8, 1, "fp8", False, _TE),
+        Recipe("fp8-blockwise", 1, 4, 4, 4, 1, "fp8", False, _DEEPSEEK),
+    )
+}
+DEFAULT_RECIPE = "bf16-fsdp2"
+FSDP2_RECIPES = ("fp32", "bf16-fsdp2")  # those that MindSpeed-MM's FSDP2 yaml can ask for

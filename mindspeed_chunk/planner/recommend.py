@@ -1,0 +1,205 @@
+"""Goes through the settings that MindSpeed-MM's FSDP2 back end has, and says which to take, and why.
+
+A setting must leave `reserve` of the memory free. Of those that do, the fastest wins; of those within 1 % of it, the
+plainest: fewer chunks, more kept, less recomputed, smaller groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mindspeed_chunk.config import KEEPS, ConfigError
+from mindspeed_chunk.planner.estimate import Estimate, Estimator
+from mindspeed_chunk.planner.layout import Layout, layouts
+from mindspeed_chunk.planner.links import ALL_GATHER
+from mindspeed_chunk.planner.precision import FSDP2_RECIPES
+from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
+from mindspeed_chunk.planner.setting import Job, Setting
+
+CHUNKS = (1, 2, 4, 8)
+_POLICIES = ("none", "full", "offload")  # those that the yaml can ask for
+_SAME = 1.01  # times the fastest
+_RUNNERS_UP = 4
+_LARGEST_MICRO_BATCH = 8
+
+
+class Recommendation(NamedTuple):
+    """Attributes:
+    best: None where nothing fits.
+    smallest: of all settings, the one that takes the least memory.
+    runners_up: the next ones, each with another layout, policy or way to batch.
+    why: sentences.
+    """
+
+    best: Estimate | None
+    smallest: Estimate
+    runners_up: list[Estimate]
+    why: list[str]
+
+
+def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
+    """Raises:
+    ConfigError: where no layout fits the world, the model and the batch.
+    """
+    estimator = estimator or Estimator(job)
+    found = [estimator(setting) for setting in candidates(job)]
+    if not found:
+        rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
+        raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
+    smallest = min(found, key=lambda each: each.peak)
+    fitting = sorted((each for each in found if each.peak <= job.budget), key=lambda each: each.step)
+    if not fitting:
+        return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)])
+    best = min((each for each in fitting if each.step <= _SAME * fitting[0].step), key=_complexity)
+    return Recommendation(best, smallest, _runners_up(best, fitting), list(_why(job, estimator, best, fitting)))
+
+
+def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
+    """The fastest of every other policy, then the fastest of what is left; `fitting` is in order of time."""
+    by_character: dict[tuple, Estimate] = {}
+    for each in fitting:
+        by_character.setdefault(_character(each), each)
+    by_character.pop(_character(best), None)
+    policies = {best.setting.policy}
+    first, rest = [], []
+    for each in by_character.values():
+        (rest if each.setting.policy in policies else first).append(each)
+        policies.add(each.setting.policy)
+    return sorted((first + rest)[:_RUNNERS_UP], key=lambda each: each.step)
+
+
+def candidates(job: Job) -> Iterator[Setting]:
+    """Every setting that is tried."""
+    for layout in fsdp_layouts(job):
+        samples = job.global_batch // layout.dp
+        for micro_batch, accumulation, chunk_mbs in _batches(samples):
+            for policy in _POLICIES:
+                if chunk_mbs and policy == "none":
+                    continue  # every micro-chunk's activations would stay
+                # with EP=1 MindSpeed-MM reaches no dispatcher, and its own experts run
+                for num_chunks in CHUNKS if layout.ep > 1 else CHUNKS[:1]:
+                    for keep in KEEPS if layout.ep > 1 else KEEPS[:1]:
+                        yield Setting(
+                            layout=layout,
+                            micro_batch=micro_batch,
+                            accumulation=accumulation,
+                            chunk_mbs=chunk_mbs,
+                            policy=policy,
+                            num_chunks=num_chunks,
+                            keep=keep,
+                        )
+
+
+def fsdp_layouts(job: Job) -> Iterator[Layout]:
+    """Layouts without TP and PP that share out the batch evenly, and the sequence as Ulysses can."""
+    for layout in layouts(job.world, heads=1, layers=1, experts=job.model.num_experts):
+        if job.global_batch % layout.dp == 0 and not context_problem(job.model, CONTEXTS[0], layout.cp, job.sequence):
+            yield layout
+
+
+def _batches(samples: int) -> Iterator[tuple[int, int, int]]:
+    """(micro batch, accumulation, chunk_mbs) that make up `samples`."""
+    for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
+        if samples % size == 0:
+            yield size, samples // size, 0
+            if size < samples:
+                yield samples, 1, size
+
+
+def _complexity(each: Estimate) -> tuple:
+    setting = each.setting
+    place = (_POLICIES.index(setting.policy), setting.layout.cp, setting.layout.ep)
+    return (setting.num_chunks, KEEPS.index(setting.keep), *place, bool(setting.chunk_mbs), each.step)
+
+
+def _character(each: Estimate) -> tuple:
+    return each.setting.layout, each.setting.policy, bool(each.setting.chunk_mbs)
+
+
+def _does_not_fit(job: Job, smallest: Estimate) -> str:
+    return (
+        f"Nothing fits: the least that a setting takes is {smallest.peak / 1e9:.1f} GB of the "
+        f"{job.budget / 1e9:.1f} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.0f} GB stay "
+        "free). "
+        "More devices share the parameters among more, a shorter sequence has smaller activations."
+    )
+
+
+def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]) -> Iterator[str]:
+    setting = best.setting
+    yield (
+        f"Memory: {best.peak / 1e9:.1f} GB of the {job.budget / 1e9:.1f} GB that may be used; the largest part is "
+        f"{max(best.memory, key=best.memory.get)} with {max(best.memory.values()) / 1e9:.1f} GB."
+    )
+    yield from _why_layout(job, best, fitting)
+    yield from _why_chunks(estimator, best)
+    if setting.keep != KEEPS[0] or setting.policy != "none":
+        plain = estimator(_with(setting, keep=KEEPS[0], policy="none", chunk_mbs=0, **_accumulated(setting)))
+        verdict = "would not fit" if plain.peak > job.budget else f"would take {plain.step / best.step:.2f} of the time"
+        yield (
+            f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is "
+            f"{plain.peak / 1e9:.1f} GB, which {verdict}."
+        )
+    if setting.policy == "none":
+        yield (
+            "Nothing is recomputed: what blocks keep beside their experts is counted, not measured. Look at the memory "
+            "of a first step, or take a runner-up that recomputes."
+        )
+    if job.recipe.name not in FSDP2_RECIPES:
+        yield (
+            f"Precision {job.recipe.name} is none that MindSpeed-MM's FSDP2 yaml can ask for "
+            f"({' and '.join(FSDP2_RECIPES)} are): the yaml has bf16."
+        )
+    if setting.chunk_mbs:
+        other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
+        gathers = [
+            sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)
+        ]
+        yield (
+            f"ChunkMBS: {gathers[1]} parameter gathers a step where accumulation makes {gathers[0]}; "
+            f"the step takes {best.step / other.step:.2f} of the time."
+        )
+    if job.imbalance > 1:
+        yield (
+            f"Imbalance {job.imbalance:g}: the busiest rank's experts decide. The auxiliary loss "
+            "(features.loss_cfg.router_aux_loss_coef) evens the routing out."
+        )
+
+
+def _why_layout(job: Job, best: Estimate, fitting: list[Estimate]) -> Iterator[str]:
+    layout = best.setting.layout
+    if layout.ep > 1:
+        where = "inside of a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
+        yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts a rank."
+    else:
+        yield "EP=1: no token leaves its rank; every rank gathers all experts of a layer in turn."
+    sizes = sorted({each.setting.layout.ep for each in fitting})
+    fastest = {ep: min(each.step for each in fitting if each.setting.layout.ep == ep) for ep in sizes}
+    told = ", ".join(f"EP={ep} {step / best.step:.2f}" for ep, step in fastest.items() if ep != layout.ep)
+    if told:
+        yield f"Step time of the fastest fitting setting with another EP, to this one's: {told}."
+
+
+def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:
+    if best.setting.layout.ep == 1:
+        return
+    others = {n: estimator(_with(best.setting, num_chunks=n)) for n in CHUNKS}
+    exposed = ", ".join(f"N={n} {each.times.exposed * 1e3:.2f} ms" for n, each in others.items())
+    held = ", ".join(f"N={n} {each.expert.peak / 1e9:.2f} GB" for n, each in others.items())
+    yield (
+        f"N={best.setting.num_chunks}: exposed all-to-all of a layer, forward and backward: {exposed}; "
+        f"its peak: {held}."
+    )
+
+
+def _accumulated(setting: Setting) -> dict[str, int]:
+    """The same samples as passes instead of micro-chunks."""
+    return {
+        "micro_batch": setting.samples_at_once,
+        "accumulation": setting.accumulation * setting.micro_chunks,
+    }
+
+
+def _with(setting: Setting, **changes) -> Setting:
+    return Setting(**{**setting.__dict__, **changes})

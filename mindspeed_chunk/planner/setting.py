@@ -1,0 +1,128 @@
+"""What a plan decides, and what it decides it for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.planner.device import Device
+from mindspeed_chunk.planner.expert_memory import LayerShape
+from mindspeed_chunk.planner.layout import Layout
+from mindspeed_chunk.planner.model import ModelSize
+from mindspeed_chunk.planner.precision import Recipe
+
+FSDP2, MEGATRON = "fsdp2", "megatron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is given.
+
+    Attributes:
+        sequence: tokens a sample.
+        global_batch: samples an optimizer step, on all ranks together.
+        imbalance: rows that the busiest rank receives over the mean.
+        chunk_loss: tokens whose logits exist at a time; 0: all.
+        reserve: share of the device's memory that a plan leaves free: for fragments, workspaces, the communication
+            library's buffers, and images.
+    """
+
+    model: ModelSize
+    device: Device
+    nodes: int
+    devices_per_node: int
+    recipe: Recipe
+    sequence: int = 4096
+    global_batch: int = 0
+    imbalance: float = 1.0
+    chunk_loss: int = 1024
+    reserve: float = 0.1
+    train_vision: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of an activation: bf16 or fp16 with the fp8 recipes, too."""
+        return 4 if self.recipe.compute == "fp32" else 2
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a plan may take."""
+        return self.device.memory * (1 - self.reserve)
+
+    @property
+    def compute(self) -> str:
+        """The number format whose rate counts, a key of `device.flops`."""
+        return self.compute_of(self.recipe)
+
+    @staticmethod
+    def compute_of(recipe: Recipe) -> str:
+        return {"fp16": "bf16"}.get(recipe.compute, recipe.compute)  # one rate for both
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is chosen.
+
+    Attributes:
+        backend: "fsdp2" (MindSpeed-MM's) or "megatron" (tensor and pipeline parallel, with a distributed optimizer).
+        micro_batch: samples of one pass on one data-parallel rank.
+        accumulation: passes a step.
+        chunk_mbs: samples of a micro-chunk inside of a pass; 0: ChunkMBS is off.
+        policy: one of `activations.POLICIES`.
+        num_chunks, schedule, keep: as in ChunkMoEConfig.
+    """
+
+    layout: Layout
+    backend: str = FSDP2
+    micro_batch: int = 1
+    accumulation: int = 1
+    chunk_mbs: int = 0
+    policy: str = "full"
+    num_chunks: int = 1
+    schedule: str = "rolling"
+    keep: str = "activations"
+    context: str = "ulysses"
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples whose activations a block has at a time."""
+        return self.chunk_mbs or self.micro_batch
+
+    @property
+    def micro_chunks(self) -> int:
+        """Micro-chunks of a pass; 1 without ChunkMBS."""
+        return -(-self.micro_batch // self.samples_at_once)
+
+    def tokens(self, job: Job) -> int:
+        """T: tokens that a block has at a time on one rank."""
+        return self.samples_at_once * job.sequence // self.layout.cp
+
+    def layer(self, job: Job) -> LayerShape:
+        """The MoE layer call; TP splits the experts' intermediate size."""
+        model, layout = job.model, self.layout
+        return LayerShape(
+            tokens=self.tokens(job),
+            hidden=model.hidden_size,
+            intermediate=model.moe_intermediate_size // layout.tp,
+            experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            ep=layout.ep,
+            element_size=job.element_size,
+        )
+
+    def title(self) -> str:
+        batch = f"batch {self.micro_batch}"
+        batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else f" x {self.accumulation}"
+        return f"{self.layout}, {batch}, recompute {self.policy}, N={self.num_chunks}, keep {self.keep}"
+
+
+def check_job(job: Job) -> None:
+    """Raise ConfigError for sizes that no plan can be made for."""
+    if job.global_batch % job.world and job.world % job.global_batch:
+        rule = f"neither a multiple nor a divisor of the {job.world} ranks"
+        raise ConfigError.about("--global-batch", job.global_batch, rule, f"take {job.world * 4}, for example")
+    job.device.rate(job.compute)

@@ -1,0 +1,148 @@
+"""Parameters, gradients and optimizer state on one rank of FSDP2, to the byte.
+
+FSDP2 cuts each parameter along one dimension of size d into pieces of ceil(d / n) for the n ranks of its unit, so the
+last ranks may hold less or nothing, and a gather moves n x ceil(d / n). Experts are first cut into EP parts along
+dimension 0, then over the ranks / EP that hold the same ones; everything else over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mindspeed_chunk.planner.model import ModelSize, Parameter
+from mindspeed_chunk.planner.precision import Recipe
+
+# `fsdp_plan.apply_modules` of MindSpeed-MM's Qwen3.5 examples, without the multi-token prediction head
+FSDP_MODULES = (
+    "model.visual",
+    "model.visual.blocks.{*}",
+    "model.language_model.embed_tokens",
+    "model.language_model",
+    "model.language_model.layers.{*}",
+    "model.language_model.layers.{*}.linear_attn",
+    "model.language_model.layers.{*}.mlp.experts",
+    "lm_head",
+)
+_VISION = "model.visual"
+_ADAM_STEP = 4  # bytes: torch keeps the step count of every parameter as an fp32 tensor of its own
+
+
+class Sharding(NamedTuple):
+    """How FSDP2 spreads a model.
+
+    Attributes:
+        ranks: that the parameters are spread over.
+        ep: expert-parallel size.
+        modules: `fsdp_plan.apply_modules`; each match is a unit, gathered as one.
+        expert_dim: along which an expert parameter is spread over the ranks with the same experts: 1 in MindSpeed-MM, 0
+            in the embedded trainer.
+        train_vision: whether the vision tower is trained; the embedded trainer neither trains nor runs it.
+    """
+
+    ranks: int
+    ep: int = 1
+    modules: tuple[str, ...] = FSDP_MODULES
+    expert_dim: int = 1
+    train_vision: bool = True
+
+
+class Unit(NamedTuple):
+    """One FSDP2 unit: the parameters that are gathered together, each with its shape before it is spread over `ranks`.
+
+    Attributes:
+        name: of the module; "" for what belongs to no module of the plan.
+        pieces: (size along the dimension that is cut, elements in a slice of it).
+    """
+
+    name: str
+    pieces: tuple[tuple[int, int], ...]
+    ranks: int
+    expert: bool
+    trained: bool
+
+    def gathered(self) -> int:
+        """Elements that a gather moves, with what is added so that all ranks send the same."""
+        return sum(_ceil(size, self.ranks) * self.ranks * rest for size, rest in self.pieces)
+
+    def local(self, rank: int) -> int:
+        """Elements of the shard of one of its ranks, counted from 0."""
+        return sum(_piece(size, self.ranks, rank) * rest for size, rest in self.pieces)
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@functools.lru_cache(maxsize=256)
+def units(model: ModelSize, sharding: Sharding) -> tuple[Unit, ...]:
+    """The units of a model, in the order of their first parameter."""
+    patterns = tuple(re.compile(_regex(pattern)) for pattern in sharding.modules)
+    by_module: dict[str, list[Parameter]] = {}
+    for parameter in model.parameters():
+        by_module.setdefault(_owner(parameter.name, patterns), []).append(parameter)
+    return tuple(_unit(name, found, sharding) for name, found in by_module.items())
+
+
+def _unit(name: str, found: Sequence[Parameter], sharding: Sharding) -> Unit:
+    expert = all(parameter.expert for parameter in found)
+    pieces = []
+    for parameter in found:
+        shape, dim = list(parameter.shape), 0
+        if parameter.expert:
+            shape[0], dim = shape[0] // sharding.ep, sharding.expert_dim
+        pieces.append((shape[dim], math.prod(shape) // shape[dim]))
+    ranks = sharding.ranks // sharding.ep if expert else sharding.ranks
+    return Unit(name, tuple(pieces), ranks, expert, sharding.train_vision or not name.startswith(_VISION))
+
+
+def state_bytes(model: ModelSize, sharding: Sharding, recipe: Recipe, rank: int = 0) -> StateBytes:
+    """Bytes of one rank's shards: sum over its units of local elements x the recipe's bytes.
+
+    What is not trained has neither gradients nor optimizer state.
+    """
+    kept = trained = count = 0
+    for unit in units(model, sharding):
+        # ranks with the same experts are EP apart: rank = ep + EP x place
+        elements = unit.local(rank // sharding.ep if unit.expert else rank)
+        kept += elements
+        if unit.trained:
+            trained += elements
+            count += len(unit.pieces)
+    return StateBytes(
+        kept * recipe.weight,
+        trained * recipe.grad,
+        trained * (recipe.master + recipe.moments) + count * _ADAM_STEP,
+    )
+
+
+def _owner(name: str, patterns: Sequence[re.Pattern]) -> str:
+    """The innermost module of the plan that a parameter is in."""
+    words = name.split(".")[:-1]
+    modules = (".".join(words[:n]) for n in range(len(words), 0, -1))
+    return next((module for module in modules if any(pattern.fullmatch(module) for pattern in patterns)), "")
+
+
+def _regex(pattern: str) -> str:
+    """MindSpeed-MM's {*}: any number."""
+    return r"\d+".join(re.escape(part) for part in pattern.split("{*}"))
+
+
+def _ceil(size: int, ranks: int) -> int:
+    return -(-size // ranks)
+
+
+def _piece(size: int, ranks: int, rank: int) -> int:
+    piece = _ceil(size, ranks)
+    return max(0, min(piece, size - rank * piece))

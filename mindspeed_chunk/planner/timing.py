@@ -1,0 +1,141 @@
+"""Times of an MoE layer's chunks: a cost for each action, put through the schedule simulator of `moe/schedule.py`.
+
+T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L experts here, s bytes an element.
+
+    P, U           (T + S) H s and (S + T) H s bytes at the memory's rate
+    D, C           the all-to-all of S H s bytes on the links of the expert-parallel group (`links.py`); in the backward
+                   rows are packed, and with `chunk_moe_keep: input` a dispatched one has 2H columns
+    E forward      6 R H I operations and a SwiGLU
+    E backward     6 R H I, and 4 R H I more where fc1 is computed again
+    W              6 R H I
+
+A matmul takes as long as the slower of its operations and its bytes, so every chunk pays for reading the local experts'
+weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, and the busiest rank decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_chunk.moe.schedule import Action, Timeline, build, simulate
+from mindspeed_chunk.planner.device import Device
+from mindspeed_chunk.planner.expert_memory import ChunkRows, LayerShape, balanced_rows
+from mindspeed_chunk.planner.links import ALL_TO_ALL, Span, collective_seconds
+
+_TOTAL_SIZE = 4  # bytes of an element of the weight gradients' totals
+_TAIL = 16  # bytes: what a packed row is longer by
+
+
+class ChunkTimes(NamedTuple):
+    """Simulated forward and backward of one layer call, in seconds."""
+
+    forward: Timeline
+    backward: Timeline
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits for the wire."""
+        return self.forward.exposed + self.backward.exposed
+
+    @property
+    def communication(self) -> float:
+        return self.forward.communication + self.backward.communication
+
+
+def chunk_times(
+    shape: LayerShape,
+    device: Device,
+    span: Span | None = None,
+    *,
+    num_chunks: int = 1,
+    schedule: str = "rolling",
+    keep: str = "activations",
+    dtype: str = "bf16",
+    imbalance: float = 1.0,
+    rows: Sequence[ChunkRows] | None = None,
+) -> ChunkTimes:
+    """Times of one layer call of one rank.
+
+    Args:
+        span: of the expert-parallel group; without it, all its ranks are on one node.
+        dtype: that the experts compute in; a key of `device.flops`.
+        imbalance: rows that the busiest rank receives over the mean.
+        rows: of each chunk, where they are known.
+    """
+    rows = rows or balanced_rows(shape, num_chunks, imbalance)
+    costs = _Costs(shape, device, span or Span(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
+    forward = simulate(build(schedule, len(rows)), costs.of(costs.forward()))
+    backward = simulate(build(schedule, len(rows), backward=True), costs.of(costs.backward()))
+    return ChunkTimes(forward, backward)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    shape: LayerShape
+    device: Device
+    span: Span
+    flops: float
+    keep: str
+    rows: tuple[ChunkRows, ...]
+
+    def of(self, by_kind: dict[str, Callable[[ChunkRows], float]]) -> Callable[[Action], float]:
+        def cost(action: Action) -> float:
+            rows = self.rows[action.chunk]
+            call = 0.0 if action.kind in "DC" else self.device.call
+            return by_kind[action.kind](rows) + call
+
+        return cost
+
+    def forward(self) -> dict[str, Callable[[ChunkRows], float]]:
+        row = self.shape.hidden * self.shape.element_size
+        return {
+            "P": lambda rows: self._moved((rows.tokens + rows.sent) * row),
+            "D": lambda rows: self._exchange(rows.sent, rows.received, row),
+            "E": lambda rows: self._regroup(rows, row) + self._matmuls(rows, 6) + self._activation(rows, 3),
+            "C": lambda rows: self._exchange(rows.received, rows.sent, row),
+            "U": lambda rows: self._moved((rows.tokens + rows.sent) * row),
+        }
+
+    def backward(self) -> dict[str, Callable[[ChunkRows], float]]:
+        row = self.shape.hidden * self.shape.element_size
+        out, back = row * (2 if self.keep == "input" else 1) + _TAIL, row + _TAIL
+        again = 0 if self.keep == "activations" else 4
+        return {
+            "P": lambda rows: self._moved((rows.tokens + rows.sent) * out),
+            "D": lambda rows: self._exchange(rows.sent, rows.received, out),
+            "E": lambda rows: (
+                self._regroup(rows, out) + self._matmuls(rows, 6 + again) + self._activation(rows, 8 + again // 2)
+            ),
+            "C": lambda rows: self._exchange(rows.received, rows.sent, back),
+            "W": lambda rows: self._matmuls(rows, 6, totals=True),
+            "U": lambda rows: self._moved((rows.tokens + rows.sent) * back),
+        }
+
+    def _moved(self, nbytes: float) -> float:
+        return nbytes / self.device.memory_rate
+
+    def _exchange(self, sent: int, received: int, row: float) -> float:
+        # a link has two directions: the fuller one decides
+        return collective_seconds(ALL_TO_ALL, max(sent, received) * row, self.span, self.device)
+
+    def _regroup(self, rows: ChunkRows, row: float) -> float:
+        copied = 2 * rows.received * row if self.shape.ep > 1 and self.shape.local_experts > 1 else 0
+        return self._moved(copied)
+
+    def _matmuls(self, rows: ChunkRows, per_row: int, *, totals: bool = False) -> float:
+        """`per_row` H I operations a row; bytes of the weights, or of their gradients' totals read and written."""
+        shape = self.shape
+        operations = per_row * rows.received * shape.hidden * shape.intermediate
+        weights = shape.weight_elements * (2 * _TOTAL_SIZE if totals else shape.element_size * per_row / 6)
+        touched = rows.received * 2 * (shape.hidden + 3 * shape.intermediate) * shape.element_size
+        return max(operations / self.flops, self._moved(weights + touched) if rows.received else 0.0)
+
+    def _activation(self, rows: ChunkRows, passes: int) -> float:
+        """`passes` times [R, I] read or written: SwiGLU reads two and writes one."""
+        return self._moved(passes * rows.received * self.shape.intermediate * self.shape.element_size)

@@ -1,0 +1,167 @@
+"""Collectives of one optimizer step on one rank: calls, bytes, and seconds on the links they cross.
+
+T tokens of one micro batch on this rank, H hidden, s bytes an element, m micro batches a step.
+
+    FSDP2      per unit and micro batch a gather forward and one backward, per step one reduce-scatter; ChunkMBS runs m
+               micro-chunks inside of one pass, so m passes become 1
+    EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, 2N where the block is recomputed
+    TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward (Shoeybi et al., Megatron-LM,
+               arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same bytes)
+    PP         per micro batch T H s to the next stage and back (Narayanan et al., arXiv:2104.04473)
+    DP         per step the gradients, reduce-scattered in fp32, and the parameters, gathered in their own format
+    CP         see `sequence.py`
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mindspeed_chunk.planner.device import Device
+from mindspeed_chunk.planner.expert_memory import LayerShape
+from mindspeed_chunk.planner.layout import Layout
+from mindspeed_chunk.planner.links import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    POINT_TO_POINT,
+    REDUCE_SCATTER,
+    Span,
+    collective_seconds,
+)
+from mindspeed_chunk.planner.model import ModelSize
+from mindspeed_chunk.planner.precision import Recipe
+from mindspeed_chunk.planner.sequence import context_traffic
+from mindspeed_chunk.planner.state import Sharding, units
+
+_PACKED_ALIGNMENT = 16  # bytes; see `moe/packing.py`
+_REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind in one kind of group, in one step.
+
+    Attributes:
+        nbytes: of all calls together: the whole tensor of a gather or a reduction; of an all-to-all the rows that a
+            rank sends, those to itself included.
+        ranks: of the group.
+    """
+
+    group: str
+    kind: str
+    ranks: int
+    calls: int
+    nbytes: int
+
+    def seconds(self, layout: Layout, devices_per_node: int, device: Device) -> float:
+        """Time on the links, with every call by itself."""
+        if not self.calls or self.ranks == 1:
+            return 0.0
+        span = Span.of(layout.groups(self.group), devices_per_node)
+        return self.calls * collective_seconds(self.kind, self.nbytes / self.calls, span, device)
+
+
+class Exchanges(NamedTuple):
+    """All-to-alls of one MoE layer, forward and backward of one pass: calls, and bytes that a rank sends to others."""
+
+    calls: int
+    sent: int
+
+
+def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
+    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward."""
+    row = shape.hidden * shape.element_size
+    aligned = [-(-n * row // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT for n in (2 if keep == "input" else 1, 1)]
+    return row, *(nbytes + _PACKED_ALIGNMENT for nbytes in aligned)
+
+
+def exchanges(
+    shape: LayerShape,
+    *,
+    num_chunks: int,
+    keep: str = "activations",
+    recompute: bool = False,
+    skip_unread: bool = False,
+    to_others: int | None = None,
+    from_others: int | None = None,
+) -> Exchanges:
+    """The all-to-alls of one layer and pass.
+
+    Args:
+        recompute: the block around the layer is recomputed; `skip_unread`: with `chunk_moe_skip_unread`, and nothing
+            behind the layer reads its output.
+        to_others, from_others: rows that this rank's tokens have at other ranks' experts, and the other way round, of
+            all chunks; balanced where they are not given.
+    """
+    balanced = shape.tokens * shape.top_k * (shape.ep - 1) // shape.ep
+    to_others = balanced if to_others is None else to_others
+    from_others = balanced if from_others is None else from_others
+    row, out, back = row_bytes(shape, keep)
+    forward = to_others * row + from_others * row
+    calls, sent = 4 * num_chunks, forward + to_others * out + from_others * back
+    if recompute and not skip_unread:
+        calls, sent = calls + 2 * num_chunks, sent + forward
+    elif recompute and keep != "input":
+        calls, sent = calls + num_chunks, sent + to_others * row
+    return Exchanges(calls, sent) if shape.ep > 1 else Exchanges(0, 0)
+
+
+def fsdp_traffic(model: ModelSize, sharding: Sharding, recipe: Recipe, passes: int) -> list[Collective]:
+    """FSDP2's gathers and reduce-scatters in one step of `passes` forward and backward passes.
+
+    A unit gathers `recipe.gathered` bytes an element, and reduces in fp32. What is not trained here is not run.
+    """
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for unit in units(model, sharding):
+        if unit.trained and unit.ranks > 1:
+            group, elements = "edp" if unit.expert else "dp_cp", unit.gathered()
+            gathers = found.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
+            gathers[0] += 2 * passes
+            gathers[1] += 2 * passes * elements * recipe.gathered
+            reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
+            reductions[0] += 1
+            reductions[1] += elements * _REDUCED
+    return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
+
+
+def expert_traffic(
+    model: ModelSize, shape: LayerShape, *, passes: int, num_chunks: int, keep: str, recompute: bool
+) -> list[Collective]:
+    """The all-to-alls of one step, balanced; `shape` is that of one pass."""
+    if shape.ep == 1:
+        return []
+    one = exchanges(shape, num_chunks=num_chunks, keep=keep, recompute=recompute)
+    layers = model.num_hidden_layers
+    sent_and_own = one.sent * shape.ep // (shape.ep - 1)
+    return [Collective("ep", ALL_TO_ALL, shape.ep, layers * passes * one.calls, layers * passes * sent_and_own)]
+
+
+def model_parallel_traffic(
+    model: ModelSize, layout: Layout, recipe: Recipe, *, tokens: int, micro_batches: int, context: str
+) -> list[Collective]:
+    """What TP, PP, CP and a data-parallel group without FSDP2 send in one step; `tokens` of one micro batch here."""
+    size = recipe.gathered if recipe.compute != "fp8" else 2
+    hidden, layers = tokens * model.hidden_size * size, model.num_hidden_layers // layout.pp
+    found = []
+    if layout.tp > 1:
+        calls = 4 * layers * micro_batches
+        found.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
+    if layout.pp > 1:
+        found.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * micro_batches, 2 * micro_batches * hidden))
+    if layout.cp > 1:
+        found += [
+            Collective("cp", kind, layout.cp, calls * micro_batches // layout.pp, nbytes * micro_batches // layout.pp)
+            for kind, calls, nbytes in context_traffic(model, context, layout.cp, tokens, size)
+        ]
+    return found
+
+
+def data_parallel_traffic(model: ModelSize, layout: Layout, recipe: Recipe) -> list[Collective]:
+    """A distributed optimizer's: gradients reduce-scattered, parameters gathered, experts in a group of their own."""
+    experts = sum(p.numel for p in model.parameters() if p.expert) // (layout.tp * layout.pp * layout.ep)
+    others = sum(p.numel for p in model.parameters() if not p.expert) // (layout.tp * layout.pp)
+    found = []
+    for group, elements in (("dp_cp", others), ("edp", experts)):
+        if layout.size(group) > 1:
+            found.append(Collective(group, REDUCE_SCATTER, layout.size(group), 1, elements * recipe.grad))
+            found.append(Collective(group, ALL_GATHER, layout.size(group), 1, elements * recipe.gathered))
+    return found

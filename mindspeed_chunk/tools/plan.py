@@ -1,0 +1,116 @@
+"""Chooses the numbers of a run before it starts: layout, memory, traffic and time of a model on a number of devices.
+
+    mindspeed-chunk plan --model 35b --nodes 8 --devices-per-node 8 --device ascend-910c --html plan.html
+
+Reads a transformers config folder or takes a built-in model, and goes through the settings of MindSpeed-MM's FSDP2 back
+end. Prints what it recommends, why, the next best ones, the tables behind it, and the yaml. Formulas: docs/planner.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.planner.device import DEVICES, load_device
+from mindspeed_chunk.planner.model import BUILT_IN, load_model
+from mindspeed_chunk.planner.page import page
+from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
+from mindspeed_chunk.planner.report import make_report
+from mindspeed_chunk.planner.setting import Job, check_job
+from mindspeed_chunk.tools.plan_tables import print_report
+
+_SAMPLES_PER_RANK = 4
+
+
+def main() -> int:
+    """0: a plan; 1: nothing fits; 2: it was asked for something that does not exist."""
+    options = _parser().parse_args()
+    try:
+        job = _job(options)
+        report = make_report(job)
+        if options.html:
+            _write(options.html, page(report))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report, Console(), everything=options.all)
+    return 0 if report["recommendation"]["fits"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-chunk plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help=f"a folder with a config.json, or one of {', '.join(BUILT_IN)}")
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--devices-per-node", type=int, required=True)
+    parser.add_argument("--device", required=True, help=f"{', '.join(DEVICES)}, or a yaml or json file")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens a sample (default: 4096)")
+    parser.add_argument(
+        "--global-batch", type=int, help=f"samples a step, of all ranks (default: {_SAMPLES_PER_RANK} a rank)"
+    )
+    parser.add_argument("--precision", default=DEFAULT_RECIPE, help=f"{', '.join(RECIPES)} (default: {DEFAULT_RECIPE})")
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, help="rows of the busiest rank's experts over the mean (default: 1)"
+    )
+    parser.add_argument(
+        "--chunk-loss", type=int, default=1024, help="tokens with logits at a time; 0: all (default: 1024)"
+    )
+    parser.add_argument("--reserve", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
+    parser.add_argument("--freeze-vision", action="store_true", help="the vision tower is neither trained nor run")
+    parser.add_argument("--all", action="store_true", help="every table, not only those of the recommendation")
+    parser.add_argument("--json", action="store_true", help="print everything as json instead")
+    parser.add_argument("--html", metavar="FILE", help="write one page with tables and charts")
+    return parser
+
+
+def _job(options: argparse.Namespace) -> Job:
+    for name, least in (("nodes", 1), ("devices_per_node", 1), ("sequence", 1), ("chunk_loss", 0)):
+        _check(name, getattr(options, name), getattr(options, name) >= least, f"must be at least {least}")
+    _check("imbalance", options.imbalance, options.imbalance >= 1, "must be at least 1: the busiest over the mean")
+    _check("reserve", options.reserve, 0 <= options.reserve < 1, "must be at least 0 and below 1")
+    if options.precision not in RECIPES:
+        raise ConfigError.about("--precision", options.precision, f"must be one of {', '.join(RECIPES)}", "choose one")
+    batch = options.global_batch
+    if batch is None:
+        batch = _SAMPLES_PER_RANK * options.nodes * options.devices_per_node
+    _check("global_batch", batch, batch >= 1, "must be at least 1")
+    job = Job(
+        model=load_model(options.model),
+        device=load_device(options.device),
+        nodes=options.nodes,
+        devices_per_node=options.devices_per_node,
+        recipe=RECIPES[options.precision],
+        sequence=options.sequence,
+        global_batch=batch,
+        imbalance=options.imbalance,
+        chunk_loss=options.chunk_loss,
+        reserve=options.reserve,
+        train_vision=not options.freeze_vision,
+    )
+    check_job(job)
+    return job
+
+
+def _check(name: str, value: float, good: bool, rule: str) -> None:
+    if not good:
+        raise ConfigError.about(f"--{name.replace('_', '-')}", value, rule, "correct it")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.about("--html", path, error.strerror or "cannot be written", "give another file") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

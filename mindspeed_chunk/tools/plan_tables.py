@@ -1,0 +1,157 @@
+"""The plan's report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+GB = 1e9
+
+
+def print_report(report: dict[str, Any], console: Console, *, everything: bool) -> None:
+    """The recommendation, its reasons and yaml; with `everything` all tables."""
+    _print_job(report["job"], console)
+    recommendation = report["recommendation"]
+    heading = "recommended" if recommendation["fits"] else "least memory, does not fit"
+    settings = [recommendation["best"], *recommendation["runners_up"]]
+    console.print(_settings([heading, *["runner-up"] * len(recommendation["runners_up"])], settings))
+    for sentence in recommendation["why"]:
+        console.print(f"- {sentence}", highlight=False)
+    console.print(_layouts(report["layouts"]))
+    console.print(_chunks(report["chunks"], everything))
+    if everything:
+        console.print(_traffic(report["layouts"][:3]))
+        for table in (_precision, _batch, _activations, _sequence):
+            key = table.__name__.removeprefix("_")
+            console.print(table(report[key]))
+    if report["yaml"]:
+        console.print("\nfor the yaml of MindSpeed-MM:\n", highlight=False)
+        console.print(report["yaml"], highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_job(job: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"{job['model']}: {job['parameters'] / 1e9:.1f}e9 parameters, {job['active_parameters'] / 1e9:.1f}e9 a token; "
+        f"{job['nodes']} x {job['devices_per_node']} {job['device']} of {job['memory'] / GB:.0f} GB; "
+        f"{job['global_batch']} samples of {job['sequence']} tokens a step, {job['recipe']}",
+        highlight=False,
+    )
+    console.print(
+        "Times are at the device's peak rates, unless its file has measured ones: compare them.", highlight=False
+    )
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    return table
+
+
+def _settings(names: list[str], settings: list[dict[str, Any]]) -> Table:
+    table = _table("settings", ("", "setting", "GB", "host GB", "s a step"))
+    table.columns[1].justify = "left"
+    for name, each in zip(names, settings):
+        table.add_row(
+            name, each["title"], f"{each['peak'] / GB:.1f}", f"{each['host'] / GB:.1f}", f"{each['step']:.3f}"
+        )
+    return table
+
+
+def _layouts(found: list[dict[str, Any]]) -> Table:
+    table = _table("layouts", ("layout", "role", "GB", "s a step", "groups inside a node", "groups across nodes"))
+    for each in found:
+        layout = each["title"].split(",")[0]
+        if "problem" in each:
+            table.add_row(layout, each["role"], "", "", each["problem"], "")
+            continue
+        inside = each["inside_node"]
+        places = (" ".join(kind for kind, here in inside.items() if here is wanted) for wanted in (True, False))
+        table.add_row(layout, each["role"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places)
+    return table
+
+
+def _traffic(found: list[dict[str, Any]]) -> Table:
+    table = _table("traffic of a rank in a step", ("layout", "group", "kind", "ranks", "calls", "GB", "s on its links"))
+    for each in found:
+        for sent in each.get("traffic", ()):
+            sizes = (str(sent["ranks"]), str(sent["calls"]), f"{sent['nbytes'] / GB:.2f}", f"{sent['seconds']:.3f}")
+            table.add_row(each["title"].split(",")[0], sent["group"], sent["kind"], *sizes)
+    return table
+
+
+def _chunks(found: list[dict[str, Any]], everything: bool) -> Table:
+    shown = [each for each in found if everything or (each["schedule"], each["keep"]) == ("rolling", "activations")]
+    ep = shown[0]["ep"]
+    columns = ("schedule, keep", "N", "rows an expert", "resident tokens", "sent GB", "kept GB", "peak GB")
+    columns += ("forward ms", "backward ms", "exposed ms")
+    table = _table(f"one MoE layer, forward and backward, EP={ep}", columns)
+    for each in shown:
+        table.add_row(
+            f"{each['schedule']}, {each['keep']}",
+            str(each["num_chunks"]),
+            str(each["rows_per_expert"]),
+            str(each["resident_tokens"]),
+            *(f"{each[key] / GB:.3f}" for key in ("sent", "kept", "peak")),
+            *(f"{each[key] * 1e3:.2f}" for key in ("forward", "backward", "exposed")),
+        )
+    return table
+
+
+def _precision(found: list[dict[str, Any]]) -> Table:
+    columns = (
+        "recipe",
+        "weight",
+        "master",
+        "gradient",
+        "moments",
+        "kept B",
+        "gathered B",
+        "GB a rank",
+        "here",
+        "loss scaling",
+    )
+    table = _table("bytes a parameter", columns)
+    for each in found:
+        sizes = (str(each[key]) for key in ("weight", "master", "grad", "moments", "kept", "gathered"))
+        possible = "yes" if each["possible"] else "no"
+        scaling = "needed" if each["loss_scaling"] else ""
+        table.add_row(each["name"], *sizes, f"{each['rank'] / GB:.2f}", possible, scaling)
+    return table
+
+
+def _batch(found: list[dict[str, Any]]) -> Table:
+    columns = ("samples as", "gathers", "GB", "reduce-scatters", "GB", "peak GB", "s a step")
+    table = _table("gradient accumulation and ChunkMBS", columns)
+    for each in found:
+        table.add_row(
+            each["name"],
+            str(each["gathers"]),
+            f"{each['gathers_bytes'] / GB:.1f}",
+            str(each["reduce_scatters"]),
+            f"{each['reduce_scatters_bytes'] / GB:.1f}",
+            f"{each['peak'] / GB:.1f}",
+            f"{each['step']:.3f}",
+        )
+    return table
+
+
+def _activations(found: list[dict[str, Any]]) -> Table:
+    table = _table("activations", ("policy", "kept GB", "at work GB", "host GB", "forward work again"))
+    for each in found:
+        sizes = (f"{each[key] / GB:.2f}" for key in ("kept", "working", "host"))
+        table.add_row(each["policy"], *sizes, f"{each['again']:.0%}")
+    return table
+
+
+def _sequence(found: list[dict[str, Any]]) -> Table:
+    table = _table("context parallel", ("way", "ranks", "tokens a rank", "calls a sample", "GB a sample", "limit"))
+    for each in found:
+        calls = sum(sent["calls"] for sent in each["traffic"])
+        nbytes = sum(sent["nbytes"] for sent in each["traffic"])
+        limit = each["problem"] or ""
+        table.add_row(each["context"], str(each["ranks"]), str(each["tokens"]), str(calls), f"{nbytes / GB:.2f}", limit)
+    return table

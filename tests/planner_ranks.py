@@ -1,0 +1,106 @@
+"""What the tests of the planner measure on ranks: the embedded trainer's state, collectives, one MoE layer."""
+
+import dataclasses
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
+from mindspeed_chunk.observe import observe
+from mindspeed_chunk.planner import ChunkRows
+from mindspeed_chunk.standalone.model import use_dispatcher
+from mindspeed_chunk.standalone.parallel import build_meshes
+from mindspeed_chunk.tools.measure import Collectives, LiveBytes
+from standalone_ranks import EXAMPLE, trainer
+
+CHUNKS = (1, 2, 4, 8)
+PASSES = 8  # gloo's threads let go of what they carried a moment after the wait: the least of some passes counts
+SETTLE_S = 0.01
+MIDDLE = {"hidden_size": 384, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
+
+
+def write_middle_model(folder):
+    """A config folder of a model between the tiny one and a real one. Returns its path."""
+    content = json.loads((EXAMPLE / "tiny" / "config.json").read_text())
+    content["text_config"] |= MIDDLE
+    content["vision_config"]["out_hidden_size"] = MIDDLE["hidden_size"]
+    (Path(folder) / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def state(rank, world_size, overrides):
+    """Bytes of parameters, gradients and optimizer state after one step: (parameters, gradients, optimizer)."""
+    this = trainer(*overrides)
+    this.backward(0)
+    local = [p.to_local() for p in this.model.parameters()]
+    grads = [p.grad.to_local() for p in this.parameters]
+    this.optimizer.step()
+    kept = [value for state in this.optimizer.state.values() for value in state.values()]
+    kept = [value.to_local() if hasattr(value, "to_local") else value for value in kept]
+    return [sum(t.numel() * t.element_size() for t in tensors) for tensors in (local, grads, kept)]
+
+
+def traffic(rank, world_size, runs):
+    """FSDP2's collectives and the all-to-alls of one step: {name: (calls, bytes, all-to-alls)}."""
+    found = {}
+    for name, overrides in runs.items():
+        this = trainer(*overrides)
+        this.step(0)
+        with Collectives() as collectives, observe() as events:
+            this.step(1)
+        sent = [event.detail for event in events if event.kind == "all_to_all"]
+        found[name] = (dict(collectives.calls), dict(collectives.nbytes), sent)
+    return found
+
+
+def expert_memory(rank, world_size, overrides, tokens):
+    """Of the first MoE layer: {(keep, schedule, N): (kept, peak forward, peak backward, rows of each chunk)}."""
+    this = trainer(*overrides)
+    experts = next(m for name, m in this.model.named_modules() if name.endswith("layers.0.mlp.experts"))
+    experts.unshard()
+    text = this.model.config.text_config
+    generator = torch.Generator().manual_seed(rank)
+    dtype = getattr(torch, this.config.fsdp.param_dtype)
+    x_TH, grad_TH = (torch.randn(tokens, text.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    weight_TK = torch.rand(tokens, text.num_experts_per_tok, generator=generator).to(dtype)
+    chance_TE = torch.ones(tokens, text.num_experts)
+    index_TK = torch.multinomial(chance_TE, text.num_experts_per_tok, generator=generator)
+    indices = [torch.empty_like(index_TK) for _ in range(world_size)]
+    dist.all_gather(indices, index_TK)
+    group, found = build_meshes(world_size).ep_group, {}
+    for keep in KEEPS:
+        for schedule in SCHEDULES:
+            for n in CHUNKS:
+                chunk_moe = ChunkMoEConfig(moe_num_chunks=n, chunk_moe_keep=keep, chunk_moe_schedule=schedule)
+                use_dispatcher([experts], dataclasses.replace(this.config, chunk_moe=chunk_moe), group)
+                call = (experts, x_TH, index_TK, weight_TK, grad_TH)
+                layer_memory(*call)  # the agreements
+                measured = [min(each) for each in zip(*(layer_memory(*call) for _ in range(PASSES)))]
+                found[keep, schedule, n] = (*measured, rows_of(indices, n, rank, text.num_experts))
+    return found
+
+
+def layer_memory(experts, x_TH, index_TK, weight_TK, grad_TH):
+    x_TH, weight_TK = x_TH.requires_grad_(), weight_TK.requires_grad_()
+    weights = list(experts.parameters())
+    dist.barrier()
+    with LiveBytes() as live:
+        out_TH = experts.forward(x_TH, index_TK, weight_TK)
+        time.sleep(SETTLE_S)
+        kept, forward, live.peak = live.now - out_TH.nbytes, live.peak, live.now
+        torch.autograd.grad(out_TH, (x_TH, weight_TK, *weights), grad_TH)
+        return kept, forward, live.peak
+
+
+def rows_of(indices, num_chunks, rank, num_experts):
+    """ChunkRows of this rank from every rank's [T, K] expert ids."""
+    local = num_experts // len(indices)
+    rows = []
+    for parts in zip(*(index.split(-(-len(index) // num_chunks)) for index in indices)):
+        here = Counter(n for part in parts for n in part.flatten().tolist() if n // local == rank)
+        rows.append(ChunkRows(len(parts[rank]), parts[rank].numel(), here.total(), max(here.values())))
+    return rows

@@ -1,0 +1,272 @@
+"""The planner's parts, its command line, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.planner import (
+    LayerShape,
+    Link,
+    Sharding,
+    Span,
+    best_num_chunks,
+    chunk_times,
+    exchanges,
+    expert_memory,
+    load_device,
+    load_model,
+    state_bytes,
+)
+from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
+from mindspeed_chunk.planner.device import DEVICES
+from mindspeed_chunk.planner.estimate import Estimator
+from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, collective_seconds
+from mindspeed_chunk.planner.model import BUILT_IN
+from mindspeed_chunk.planner.precision import RECIPES
+from mindspeed_chunk.planner.recommend import recommend
+from mindspeed_chunk.planner.sequence import context_problem
+from mindspeed_chunk.planner.setting import Job
+from standalone_ranks import EXAMPLE
+
+TINY = str(EXAMPLE / "tiny")
+SHAPE = LayerShape(tokens=16384, hidden=2048, intermediate=512, experts=256, top_k=8, ep=8, element_size=2)
+REST = "flops_bf16: 1, memory_gb_per_s: 1, intra_gb_per_s: 1, inter_gb_per_s: 1"
+FEW = ("--nodes", "1", "--devices-per-node", "2", "--device", "h100")
+
+
+def job(model="35b", device="ascend-910c", nodes=8, **changes):
+    given = {"recipe": RECIPES["bf16-fsdp2"], "global_batch": 256, **changes}
+    return Job(model=load_model(model), device=load_device(device), nodes=nodes, devices_per_node=8, **given)
+
+
+def plan(*words):
+    command = [sys.executable, "-m", "mindspeed_chunk.tools", "plan", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", [TINY, *BUILT_IN])
+def test_parameters_are_transformers_own(name, tmp_path):
+    """By name and shape, of the model on the meta device."""
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    if name != TINY:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", **BUILT_IN[name]}))
+    config = Qwen3_5MoeConfig.from_pretrained(TINY if name == TINY else tmp_path)
+    with torch.device("meta"):
+        model = Qwen3_5MoeForConditionalGeneration._from_config(config)
+    expected = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in load_model(name).parameters()} == expected
+
+
+def test_the_built_in_models_have_the_sizes_in_their_names():
+    for name, total, active in (("35b", 35, 3), ("122b", 122, 10), ("397b", 397, 17)):
+        model = load_model(name)
+        assert round(model.num_parameters() / 1e9) == pytest.approx(total, abs=1)
+        assert int(model.num_active() / 1e9) in (active - 1, active)
+        assert model.source.startswith("https://huggingface.co/Qwen/Qwen3.5-") and model.source.endswith(f"-A{active}B")
+
+
+def test_planner_needs_no_torch():
+    code = (
+        "import sys; import mindspeed_chunk.planner, mindspeed_chunk.planner.report; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_device_names_its_sources_and_a_file_has_units(tmp_path):
+    assert all(device.sources for device in DEVICES.values())
+    file = tmp_path / "device.yaml"
+    content = {"memory_gb": 2, "flops_fp32": 3, "memory_gb_per_s": 4, "intra_gb_per_s": 5, "inter_gb_per_s": 6}
+    file.write_text(yaml.safe_dump({**content, "call_us": 7, "intra_messages": [[100, 1], [200, 3]]}))
+    found = load_device(str(file))
+    assert (found.memory, found.flops, found.memory_rate) == (2e9, {"fp32": 3e12}, 4e9)
+    assert (found.inter.seconds(6e9), found.call) == (1.0, pytest.approx(7e-6))
+    assert [found.intra.seconds(n) for n in (0, 100, 150, 200, 300)] == [0, 1, 2, 3, 5]
+    with pytest.raises(ConfigError, match="no matrix unit"):
+        found.rate("bf16")
+    assert Link(rate=10, latency=2).seconds(5) == 2.5
+
+
+def test_collectives_take_the_slower_link():
+    device = load_device("h100")
+    assert collective_seconds(ALL_GATHER, 450e9, Span(8, 8), device) == pytest.approx(7 / 8)
+    assert collective_seconds(ALL_GATHER, 450e9, Span(64, 8), device) == pytest.approx(450 * 7 / 8 / 8 / 50)
+    assert collective_seconds(ALL_REDUCE, 50e9, Span(8, 1), device) == pytest.approx(2 * 7 / 8)
+    assert collective_seconds(ALL_TO_ALL, 50e9, Span(16, 8), device) == pytest.approx(1 / 2)
+    assert collective_seconds(ALL_TO_ALL, 1e9, Span(1, 1), device) == 0
+
+
+def test_all_ranks_shards_add_up_to_the_model():
+    model = load_model(TINY)
+    for sharding in (Sharding(8, 1), Sharding(8, 2), Sharding(6, 2, expert_dim=0)):
+        totals = [state_bytes(model, sharding, RECIPES["fp32"], rank).parameters for rank in range(sharding.ranks)]
+        assert sum(totals) == 4 * model.num_parameters()
+
+
+def test_a_layers_memory_falls_with_what_is_kept_and_with_chunks_but_little_with_two():
+    peaks = {n: expert_memory(SHAPE, num_chunks=n, keep="rows").peak for n in (1, 2, 4, 8)}
+    assert peaks[1] > peaks[2] > peaks[4] > peaks[8] and peaks[2] > 0.75 * peaks[1]
+    kept = [expert_memory(SHAPE, keep=keep).kept for keep in ("activations", "rows", "input")]
+    rows, order = 16384 * 8, 16384 * 8 * 8
+    assert kept == [rows * (2048 + 1024) * 2 + order, rows * 2048 * 2 + order, order]
+
+
+def test_a_chunk_too_many_costs_more_than_it_hides():
+    times = {n: chunk_times(SHAPE, load_device("ascend-910c"), num_chunks=n) for n in (1, 2, 4, 8, 32)}
+    assert times[1].exposed > times[2].exposed > times[4].exposed > times[8].exposed
+    assert times[4].total < times[1].total and times[32].total > times[4].total
+    choice = best_num_chunks(SHAPE, load_device("ascend-910c"))
+    assert choice.num_chunks == min(choice.times, key=lambda n: choice.times[n].total) or choice.num_chunks < 8
+    least = best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=choice.memory[8].peak)
+    assert least.num_chunks == 8 == best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=0).num_chunks
+
+
+def test_exchanges_of_a_recompute():
+    plain = exchanges(SHAPE, num_chunks=4)
+    again, unread = (exchanges(SHAPE, num_chunks=4, recompute=True, skip_unread=skip) for skip in (False, True))
+    alone = exchanges(SHAPE, num_chunks=4, keep="input", recompute=True, skip_unread=True)
+    assert [each.calls for each in (plain, unread, again, alone)] == [16, 20, 24, 16]
+    assert exchanges(LayerShape(**{**SHAPE.__dict__, "ep": 1}), num_chunks=4) == (0, 0)
+
+
+def test_policies():
+    block = BlockBytes(total=100, core=30, input=10)
+    found = {policy: activations(policy, block, 16, core_share=0.1) for policy in POLICIES}
+    assert [found[policy].kept for policy in POLICIES] == [1600, 1120, 160, 40, 20]
+    assert found["sqrt"].working == 400 and found["offload"].host == 140
+    assert [found[policy].again for policy in POLICIES] == [0, 0.1, 1, 1, 1]
+
+
+def test_context_limits():
+    model = load_model("35b")
+    assert context_problem(model, "ulysses", 8, 4096) is None
+    assert "heads" in context_problem(model, "ulysses", 3, 4095)
+    assert "DeltaNet" in context_problem(model, "ring", 2, 4096)
+    assert "do not divide a sequence" in context_problem(model, "ulysses", 8, 4097)
+
+
+def test_fp16_needs_loss_scaling_and_bf16_none():
+    assert [name for name, recipe in RECIPES.items() if recipe.loss_scaling] == ["fp16"]
+    assert {name: recipe.kept for name, recipe in RECIPES.items()} == {
+        "fp32": 16, "bf16-fsdp2": 16, "bf16-megatron": 18, "fp16": 16, "fp8-tensorwise": 18, "fp8-blockwise": 13,
+    }  # fmt: skip
+
+
+def test_the_recommendation_fits_is_the_fastest_and_says_why():
+    given = job()
+    estimator = Estimator(given)
+    found = recommend(given, estimator)
+    assert found.best.peak <= given.budget < given.device.memory
+    assert all(found.best.step <= 1.01 * each.step and each.peak <= given.budget for each in found.runners_up)
+    assert len({(each.setting.layout, each.setting.policy) for each in found.runners_up}) == 4
+    assert any(f"EP={found.best.setting.layout.ep}" in line for line in found.why)
+    unbalanced = recommend(job(imbalance=2.0))
+    assert unbalanced.best.step > found.best.step and "auxiliary loss" in unbalanced.why[-1]
+    assert any("can ask for" in line for line in recommend(job(recipe=RECIPES["bf16-megatron"])).why)
+    gone = recommend(job("397b"))
+    assert gone.best is None and "Nothing fits" in gone.why[0]
+
+
+def test_the_yaml_is_one_that_the_features_take():
+    from mindspeed_chunk.planner.fragments import fragments
+    from mindspeed_chunk.planner.layout import Layout
+    from mindspeed_chunk.planner.setting import Setting
+
+    setting = Setting(
+        layout=Layout(ep=8, dp=64), micro_batch=4, chunk_mbs=2, policy="offload", num_chunks=4, keep="rows"
+    )
+    content = yaml.safe_load(fragments(job(), setting))
+    chunk_moe = ChunkMoEConfig.from_mapping(content["parallel"]["ep_plan"])
+    assert (chunk_moe.moe_num_chunks, chunk_moe.keep) == (4, "rows")
+    assert ChunkMBSConfig.from_mapping(content["features"]["chunkmbs_plan"]).chunk_mbs == 2
+    assert content["training"] == {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
+    assert content["features"]["recompute"] and content["features"]["enable_activation_offload"]
+
+
+def test_the_command_prints_a_plan_and_json(tmp_path):
+    page = tmp_path / "plan.html"
+    done = plan(
+        "--model",
+        "35b",
+        "--nodes",
+        "8",
+        "--devices-per-node",
+        "8",
+        "--device",
+        "ascend-910c",
+        "--json",
+        "--html",
+        str(page),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    titles = [each["title"].split(",")[0] for each in report["layouts"]]
+    assert titles[1:3] == ["TP=8 DP=2 PP=4", "TP=4 DP=2 PP=8"]
+    assert report["layouts"][1]["groups"]["pp"][0] == [0, 16, 32, 48]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    done = plan("--model", TINY, *FEW, "--sequence", "128", "--all")
+    assert done.returncode == 0 and "for the yaml of MindSpeed-MM" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("--model", "7b", *FEW), "--model: '7b'"),
+        (("--model", str(EXAMPLE), *FEW), "config.json cannot be read"),
+        (("--model", "35b", *FEW[:-1], "abacus"), "--device: 'abacus'"),
+        (("--model", "35b", *FEW, "--global-batch", "3"), "--global-batch: 3"),
+        (("--model", "35b", *FEW, "--nodes", "0"), "--nodes: 0"),
+        (("--model", "35b", *FEW, "--precision", "int4"), "--precision: 'int4'"),
+        (("--model", "35b", *FEW, "--precision", "fp32"), "no matrix unit"),
+        (("--model", "35b", *FEW, "--imbalance", "0.5"), "--imbalance: 0.5"),
+        (("--model", "35b", *FEW, "--sequence", "7", "--global-batch", "1"), "no layout of 2 ranks"),
+        (("--model", TINY, *FEW, "--html", "/no/such/folder/plan.html"), "--html"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line_and_exit_code_2(words, told, capsys, monkeypatch):
+    from mindspeed_chunk.tools import plan as command
+
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    assert command.main() == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ("[1]", "must be a mapping"),
+        ("a: 1\n\tb: 2", "cannot be read"),
+        ("memory_gb: 1", "is missing"),
+        ("speed: 1", "unknown key"),
+        (f"{{memory_gb: -1, {REST}}}", "must be a number > 0"),
+        (f"{{memory_gb: 1, {REST}, intra_messages: [[1, 2]]}}", "at least two"),
+    ],
+)  # fmt: skip
+def test_a_wrong_device_file_is_one_line(content, told, tmp_path):
+    file = tmp_path / "device.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_device(str(file))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "qwen3_5_moe", "text_config": {"hidden_size": "big"}}, "hidden_size"),
+        ({"model_type": "qwen3_5_moe", "text_config": {"num_hidden_layers": 2, "layer_types": ["moe"]}}, "layer_types"),
+        ([], "no mapping"),
+    ],
+)
+def test_a_wrong_model_is_one_line(content, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)

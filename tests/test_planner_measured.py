@@ -1,0 +1,120 @@
+"""The planner's numbers against what the embedded trainer does: bytes, collectives."""
+
+import pytest
+
+import planner_ranks
+from launcher import run_ranks
+from mindspeed_chunk.planner import LayerShape, Sharding, exchanges, expert_memory, load_model, state_bytes
+from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
+from mindspeed_chunk.planner.precision import RECIPES
+from mindspeed_chunk.planner.traffic import fsdp_traffic
+from mindspeed_chunk.tools.measure import GATHER
+from standalone_ranks import EXAMPLE, read
+
+TINY = load_model(str(EXAMPLE / "tiny"))
+FP32, BF16 = RECIPES["fp32"], RECIPES["bf16-fsdp2"]
+IN_BF16 = ("parallel.fsdp_plan.param_dtype=bf16",)
+
+
+def sharding(ranks, ep):
+    modules = (*read().fsdp.apply_modules,)
+    return Sharding(ranks, ep, modules, expert_dim=0, train_vision=False)
+
+
+@pytest.mark.parametrize("ranks, ep", [(2, 1), (2, 2), (4, 2)])
+def test_state_is_the_sharded_models_to_the_byte(ranks, ep):
+    measured = run_ranks(planner_ranks.state, ranks, [f"parallel.expert_parallel_size={ep}"])
+    predicted = [list(state_bytes(TINY, sharding(ranks, ep), FP32, rank)) for rank in range(ranks)]
+    assert predicted == measured
+
+
+RUNS = {
+    "one pass": (["training.micro_batch_size=4"], 1, 1, FP32),
+    "three passes": (["training.micro_batch_size=1", "training.gradient_accumulation_steps=3"], 3, 1, FP32),
+    "one pass, bf16": (["training.micro_batch_size=4", *IN_BF16], 1, 1, BF16),
+    "four micro-chunks": (
+        ["training.micro_batch_size=4", "features.enable_chunk_mbs=true", "features.enable_activation_offload=true"],
+        1,
+        4,
+        FP32,
+    ),
+    "rows kept": (["parallel.ep_plan.chunk_moe_keep=rows", "parallel.ep_plan.moe_num_chunks=2"], 1, 1, FP32),
+    "nothing recomputed, input kept": (
+        ["features.recompute=false", "parallel.ep_plan.chunk_moe_keep=input"],
+        1,
+        1,
+        FP32,
+    ),
+}
+
+
+def test_collectives_of_a_step_are_those_counted():
+    """4 ranks, EP 2. FSDP2's gathers and reductions, in calls and bytes; all-to-alls, from the routed rows."""
+    measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()})
+    for name, (overrides, passes, micro_chunks, recipe) in RUNS.items():
+        calls, nbytes, _ = measured[0][name]
+        predicted = fsdp_traffic(TINY, sharding(4, 2), recipe, passes)
+        kinds = {(GATHER if c.kind == ALL_GATHER else "reduce-scatter", c.ranks): c for c in predicted}
+        assert {c.kind for c in predicted} == {ALL_GATHER, REDUCE_SCATTER}
+        assert {key: c.calls for key, c in kinds.items()} == calls, name
+        assert {key: c.nbytes for key, c in kinds.items()} == nbytes, name
+        config = read(*overrides)
+        for rank, of_rank in enumerate(measured):
+            assert_exchanges(
+                of_rank[name][2], rank, config, TINY.num_hidden_layers * passes * micro_chunks, recipe, name
+            )
+
+
+def assert_exchanges(sent, rank, config, calls, recipe, name):
+    """All layers' calls together: rows differ from layer to layer, and bytes are linear in them."""
+    row = {"dtype": recipe.gathered}
+    num_chunks, keep = config.chunk_moe.moe_num_chunks, config.chunk_moe.keep
+    shape = LayerShape(
+        tokens=1, hidden=TINY.hidden_size, intermediate=TINY.moe_intermediate_size, experts=TINY.num_experts,
+        top_k=TINY.num_experts_per_tok, ep=2, element_size=row["dtype"],
+    )  # fmt: skip
+    place = rank % 2
+    forward = [each for each in sent if each["row_bytes"] == shape.hidden * shape.element_size]
+    recompute = bool(config.recompute_modules)
+    # a recompute sends the rows of its forward once more
+    dispatched, combined = halves(forward, num_chunks)
+    times = 2 if recompute else 1
+    to_others = sum(sum(e["send"]) - e["send"][place] for e in dispatched) // times
+    from_others = sum(sum(e["send"]) - e["send"][place] for e in combined) // times
+    one = exchanges(
+        shape, num_chunks=num_chunks, keep=keep, recompute=recompute, to_others=to_others, from_others=from_others
+    )
+    assert len(sent) == calls * one.calls, name
+    assert sum((sum(e["send"]) - e["send"][place]) * e["row_bytes"] for e in sent) == one.sent, name
+
+
+def halves(forward, num_chunks):
+    """Dispatches and combines of rolling forwards, in launch order: D0, then D C in turn, and C at the end."""
+    order = ["D"] + ["D", "C"] * (num_chunks - 1) + ["C"]
+    kinds = [order[n % len(order)] for n in range(len(forward))]
+    return ([e for e, kind in zip(forward, kinds) if kind == which] for which in "DC")
+
+
+@pytest.mark.parametrize("model", ["tiny", "middle"])
+def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, tmp_path):
+    """Kept, and the most at once, forward and backward, on each rank, for 1, 2, 4 and 8 chunks and both schedules."""
+    folder = str(EXAMPLE / "tiny") if model == "tiny" else planner_ranks.write_middle_model(tmp_path)
+    size, tokens = load_model(folder), 512 if model == "tiny" else 1024
+    overrides = [f"model.model_name_or_path={folder}", "parallel.expert_parallel_size=2"]
+    measured = run_ranks(planner_ranks.expert_memory, 2, overrides, tokens)
+    shape = LayerShape(
+        tokens=tokens, hidden=size.hidden_size, intermediate=size.moe_intermediate_size, experts=size.num_experts,
+        top_k=size.num_experts_per_tok, ep=2, element_size=4,
+    )  # fmt: skip
+    worst = 0.0
+    for of_rank in measured:
+        for (keep, schedule, n), (kept, forward, backward, rows) in of_rank.items():
+            found = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, rows=rows)
+            assert found.kept == pytest.approx(kept, rel=0.05, abs=2048), (keep, schedule, n)
+            backward -= found.weight_grads
+            errors = [found.forward_peak / forward - 1, found.backward_peak / backward - 1]
+            worst = max(worst, *map(abs, errors))
+            assert max(map(abs, errors)) < 0.05, (keep, schedule, n, errors)
+            balanced = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep)
+            assert abs(balanced.peak / max(forward, backward) - 1) < 0.1
+    print(f"{model}: largest error of a peak {worst:.2%}")
