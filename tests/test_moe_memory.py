@@ -119,10 +119,13 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def run_50_steps(rank, world_size, keep, blockwise):
-    """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves."""
-    sizes = {"tokens": (512,), "hidden": 96, "intermediate": 64, "experts": 4, "top_k": 2}
-    case = Case(chunks=3, keep=keep, dtype=torch.float32, **sizes)
+def run_steps(rank, world_size, keep, blockwise):
+    """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves.
+
+    The less of two runs of 40: a leak grows in both, an allocator under load keeps a few pages more in one of them.
+    """
+    layer_sizes = {"tokens": (512,), "hidden": 96, "intermediate": 64, "experts": 4, "top_k": 2}
+    case = Case(chunks=3, keep=keep, dtype=torch.float32, **layer_sizes)
     layer = Layer(case, rank, world_size)
     leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(case.config())
     group = dist.group.WORLD if world_size > 1 else None
@@ -130,24 +133,24 @@ def run_50_steps(rank, world_size, keep, blockwise):
     def block(x):
         return layer.call(dispatcher, {**leaves, "x": x}, group)
 
-    for step in range(50):
-        if step == 10:
+    sizes = []
+    for step in range(91):
+        if step in (10, 50, 90):
             gc.collect()
-            before = resident_bytes()
+            sizes.append(resident_bytes())
         out = checkpoint(block, leaves["x"], use_reentrant=False) if blockwise else block(leaves["x"])
         out.backward(layer.grad)
         for leaf in leaves.values():
             leaf.grad = None
-    gc.collect()
     saved = 512 * 2 * (96 + 128) * 4
-    return (resident_bytes() - before) / saved
+    return min(sizes[1] - sizes[0], sizes[2] - sizes[1]) / saved
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
 @pytest.mark.parametrize("keep, blockwise", [("activations", True), ("rows", True), ("input", False)])
 def test_memory_is_flat_over_50_steps(keep, blockwise):
     """A leak of what a step saves, or of a send buffer of it, would be 40 or 10 units."""
-    for growth in run_ranks(run_50_steps, 2, keep, blockwise, fill_nan=False):
+    for growth in run_ranks(run_steps, 2, keep, blockwise, fill_nan=False):
         assert growth < 5, growth
 
 

@@ -19,8 +19,9 @@ from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
-from mindspeed_chunk.moe.executor import Call, Close, Open, Opened
+from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
+from mindspeed_chunk.moe.nodes import Close, Open, Opened
 from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
 from mindspeed_chunk.moe.replay import recall, reroute, write_down
 from mindspeed_chunk.observe import emit

@@ -1,13 +1,6 @@
-"""Walks a schedule over one layer call, forward and backward, behind two nodes of the autograd graph.
+"""Walks a schedule over one layer call, forward and backward: the only owner of buffers and work handles.
 
-The only owner of buffers and work handles. `Open` launches the first dispatch, `Close` does the rest. What the caller
-computes between the two hides that dispatch and, because autograd runs nodes in reverse order of their creation, in the
-backward the last combine: there `Close` walks up to it and `Open` waits for it. A token is the edge between them.
-
-What the backward needs goes through `ctx.save_for_backward`, where checkpoint and offload hooks see it. `Close` saves
-all of it: the early stop of a checkpoint then ends a recompute behind the whole call, or, where the call needs no
-backward, before `Close` on every rank. `ctx` keeps host-side values only; tensors pass from node to node within one
-direction, never into the backward of another forward.
+A walk has two parts, for the two nodes that it runs behind (`nodes.py`).
 
 T tokens, H hidden, K experts a token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here, W the
 width of a packed row (`packing.py`).
@@ -23,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from mindspeed_chunk.dist import DONE, Work, all_to_all
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
@@ -161,7 +153,7 @@ class _Walk:
         chunk.in_flight = False
 
 
-class _Forward(_Walk):
+class Forward(_Walk):
     def __init__(
         self,
         call: Call,
@@ -204,7 +196,7 @@ class _Forward(_Walk):
         self.out_TH[tokens] = self._call.ops.unpermute(received_RH, self.orders[c], self.weight_TK[tokens])
 
 
-class _Backward(_Walk):
+class Backward(_Walk):
     """What travels to the experts is one packed row for each routed one: the gradient of the token's output, the token
     itself where only the input was kept, and the router weight.
     """
@@ -307,90 +299,6 @@ class _Backward(_Walk):
         if self._call.keep == "rows":
             return self._kept[c], None
         return self._kept[2 * c], self._kept[2 * c + 1]
-
-
-class Opened:
-    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction.
-
-    Attributes:
-        filled: something was computed between the nodes; otherwise the backward has no reason to leave its last rows
-            on the wire while it goes from one to the other.
-    """
-
-    def __init__(self, call: Call, plan: PendingPlan) -> None:
-        self.call, self.plan, self.filled = call, plan, False
-        self._walk: _Walk | None = None
-
-    def leave(self, walk: _Walk) -> None:
-        self._walk = walk
-
-    def take(self) -> _Walk:
-        walk, self._walk = self._walk, None
-        return walk
-
-
-class Open(torch.autograd.Function):
-    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue what comes before the first wait, and launch that dispatch.
-
-    The token, `[0]`, goes to `Close`. It needs a gradient if something has to travel back to the tokens.
-    """
-
-    @staticmethod
-    def forward(ctx, opened, x_TH, route_TK, weight_TK):
-        ctx.opened = opened
-        with torch.autocast(x_TH.device.type, enabled=False):
-            walk = _Forward(opened.call, opened.plan, x_TH, route_TK, weight_TK)
-            walk.start()
-        opened.leave(walk)
-        return weight_TK.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, token_grad):
-        walk = ctx.opened.take()
-        with torch.autocast(token_grad.device.type, enabled=False):
-            walk.finish()
-        return None, walk.x_grad_TH, None, walk.weight_grad_TK
-
-
-class Close(torch.autograd.Function):
-    """`(opened, token, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
-
-    The output has the dtype of the router weights. Every rank takes part in every exchange whatever it received; a rank
-    or chunk without rows contributes zero gradients, never `None`.
-    """
-
-    @staticmethod
-    def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
-        call, walk = opened.call, opened.take()
-        with torch.autocast(fc1.device.type, enabled=False):
-            walk.finish_with(call.experts(fc1, fc2))
-        ctx.opened = opened
-        if call.needs.any:
-            # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
-            x_TH = walk.x_TH if call.keep == "input" else None
-            ctx.save_for_backward(walk.weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
-        return walk.out_TH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TH):
-        opened = ctx.opened
-        weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
-        with torch.autocast(grad_TH.device.type, enabled=False):
-            walk = _Backward(opened.call, opened.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
-            del saved, x_TH
-            walk.start()
-            if not opened.filled:
-                walk.finish()
-        weight_grads = [
-            None if total is None else total.to(weight.dtype)
-            for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
-        ]
-        activation_grads = walk.activation_totals
-        walk.drop_experts()
-        opened.leave(walk)
-        return None, weight_TK.new_empty(0), *weight_grads, *activation_grads
 
 
 def _total(weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,103 @@
+"""The two nodes of the autograd graph that a layer call is.
+
+`Open` launches the first dispatch, `Close` does the rest. What the caller computes between the two hides that dispatch
+and, because autograd runs nodes in reverse order of their creation, in the backward the last combine: there `Close`
+walks up to it and `Open` waits for it. A token is the edge between them.
+
+What the backward needs goes through `ctx.save_for_backward`, where checkpoint and offload hooks see it. `Close` saves
+all of it: the early stop of a checkpoint then ends a recompute behind the whole call, or, where the call needs no
+backward, before `Close` on every rank. `ctx` keeps host-side values only; tensors pass from node to node within one
+direction, never into the backward of another forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mindspeed_chunk.moe.executor import Backward, Call, Forward
+from mindspeed_chunk.moe.plan import PendingPlan
+
+
+class Opened:
+    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction.
+
+    Attributes:
+        filled: something was computed between the nodes; otherwise the backward has no reason to leave its last rows
+            on the wire while it goes from one to the other.
+    """
+
+    def __init__(self, call: Call, plan: PendingPlan) -> None:
+        self.call, self.plan, self.filled = call, plan, False
+        self._walk: Forward | Backward | None = None
+
+    def leave(self, walk: Forward | Backward) -> None:
+        self._walk = walk
+
+    def take(self) -> Forward | Backward:
+        walk, self._walk = self._walk, None
+        return walk
+
+
+class Open(torch.autograd.Function):
+    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue what comes before the first wait, and launch that dispatch.
+
+    The token, `[0]`, goes to `Close`. It needs a gradient if something has to travel back to the tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, opened, x_TH, route_TK, weight_TK):
+        ctx.opened = opened
+        with torch.autocast(x_TH.device.type, enabled=False):
+            walk = Forward(opened.call, opened.plan, x_TH, route_TK, weight_TK)
+            walk.start()
+        opened.leave(walk)
+        return weight_TK.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, token_grad):
+        walk = ctx.opened.take()
+        with torch.autocast(token_grad.device.type, enabled=False):
+            walk.finish()
+        return None, walk.x_grad_TH, None, walk.weight_grad_TK
+
+
+class Close(torch.autograd.Function):
+    """`(opened, token, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
+
+    The output has the dtype of the router weights. Every rank takes part in every exchange whatever it received; a rank
+    or chunk without rows contributes zero gradients, never `None`.
+    """
+
+    @staticmethod
+    def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
+        call, walk = opened.call, opened.take()
+        with torch.autocast(fc1.device.type, enabled=False):
+            walk.finish_with(call.experts(fc1, fc2))
+        ctx.opened = opened
+        if call.needs.any:
+            # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
+            x_TH = walk.x_TH if call.keep == "input" else None
+            ctx.save_for_backward(walk.weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
+        return walk.out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TH):
+        opened = ctx.opened
+        weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
+        with torch.autocast(grad_TH.device.type, enabled=False):
+            walk = Backward(opened.call, opened.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
+            del saved, x_TH
+            walk.start()
+            if not opened.filled:
+                walk.finish()
+        weight_grads = [
+            None if total is None else total.to(weight.dtype)
+            for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
+        ]
+        activation_grads = walk.activation_totals
+        walk.drop_experts()
+        opened.leave(walk)
+        return None, weight_TK.new_empty(0), *weight_grads, *activation_grads
