@@ -5,6 +5,7 @@ gradient ops, which have none, their definition in op-plugin. What nothing promi
 """
 
 import inspect
+import re
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ def documented_dtypes(op: str, parameter: str) -> set[torch.dtype]:
     import torch_npu
 
     (line,) = (line for line in getattr(torch_npu, op).__doc__.splitlines() if line.startswith(f"{parameter}("))
-    return {dtype for dtype in (BF16, FP16, FP32) if str(dtype).removeprefix("torch.") in line}
+    names = set(re.findall("b?float[0-9]+", line))
+    return {dtype for dtype in (BF16, FP16, FP32) if str(dtype).removeprefix("torch.") in names}
 
 
 def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=False):

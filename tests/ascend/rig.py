@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ascend import kernels, wheel
@@ -24,6 +25,8 @@ def install(folder: Path) -> types.ModuleType:
     global _library
     if _library is None:
         wheel.load(folder)
+        # torch_npu makes the NPU what a checkpoint takes its tensors to be on
+        torch.utils.checkpoint.DefaultDeviceType.set_device_type("cpu")
         _library = torch.library.Library("npu", "IMPL")
         for name, kernel in kernels.KERNELS.items():
             _library.impl(name, _recorded(name, kernel), "CPU")

@@ -18,6 +18,8 @@ import torch
 VARIABLE = "MINDSPEED_CHUNK_TORCH_NPU"
 # Provided by the interpreter, which is no library.
 OF_PYTHON = ("Py", "_Py")
+# No library is linked against it, but 2.7.1 opens it when it is imported.
+OPENED = "libopapi.so"
 
 
 def locate() -> Path:
@@ -52,13 +54,12 @@ def stand_ins(folder: Path) -> list[Path]:
     """The libraries in place of CANN's, built if they are not there; the first one has the symbols."""
     done = folder / "stand-ins"
     if not done.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as draft:
-            _build(folder, Path(draft))
-            try:
-                shutil.copytree(draft, f"{draft}-copy")
-                os.rename(f"{draft}-copy", done)
-            except OSError:  # another process was faster
-                shutil.rmtree(f"{draft}-copy", ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(dir=folder))
+        _build(folder, draft)
+        try:
+            draft.rename(done)
+        except OSError:  # another process was faster
+            shutil.rmtree(draft)
     return sorted(done.iterdir())
 
 
@@ -66,7 +67,7 @@ def _build(folder: Path, out: Path) -> None:
     package = folder / "torch_npu"
     own = [*package.glob("lib/*.so"), *package.glob("_C*.so")]
     torchs = list((Path(torch.__file__).parent / "lib").glob("*.so*"))
-    needed = set().union(*map(_needed, own)) - {path.name for path in (*own, *torchs)}
+    needed = {OPENED}.union(*map(_needed, own)) - {path.name for path in (*own, *torchs)}
     systems = {name: path for name in needed if (path := _system(name))}
     defined = set().union(*(_symbols(path, "--defined-only") for path in (*own, *torchs, *systems.values())))
     missing = set().union(*(_symbols(path, "--undefined-only") for path in own)) - defined
@@ -76,8 +77,8 @@ def _build(folder: Path, out: Path) -> None:
 
 
 def _compile(source: str, soname: str, path: Path) -> None:
-    command = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{soname}", "-o", str(path), "-x", "c", "-"]
-    subprocess.run(command, input=source, text=True, check=True)
+    options = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{soname}", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(["gcc", *options], input=source, text=True, check=True)
 
 
 def _needed(library: Path) -> set[str]:
