@@ -10,11 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ascend import rig
 from launcher import run_ranks
-from layer import TOLERANCE, Case, Layer, distance
+from layer import TOLERANCE, Case, Layer, check, distance
 from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.replay import replay_contexts
 from test_moe_ranks import OTHERS, ROUTINGS, SIZES
+from test_moe_wire import WAIT_CASES, HeldWork
 
 CHANGES = (*ROUTINGS, *SIZES, *OTHERS, {"routing": "balanced", "tokens": (16,), "activation": "module"})
 
@@ -104,3 +105,18 @@ def recompute(rank, world_size, folder):
 
 def test_recompute_with_and_without_what_nobody_reads(wheel_folder):
     run_ranks(recompute, 2, wheel_folder)
+
+
+def hold(rank, world_size, folder):
+    """Rows arrive at the wait on their own work and no sooner; the send buffer stays, unchanged, until then."""
+    npu = rig.install(folder)
+    HeldWork.original, dist.all_to_all_single = dist.all_to_all_single, HeldWork
+    with rig.back_end(npu):
+        for case in WAIT_CASES:
+            before = HeldWork.waits
+            check(case, rank, world_size, dist.group.WORLD)
+            assert HeldWork.waits - before == 4 * case.chunks + 2
+
+
+def test_rows_are_read_after_their_wait_and_send_buffers_live_until_then(wheel_folder):
+    run_ranks(hold, 2, wheel_folder)
