@@ -49,7 +49,7 @@ unpack_torch_npu() {
     [ -d "$wheel/torch_npu-$version.dist-info" ] && return
     stage "wheel of torch_npu $version"
     rm -rf "$wheel" "$wheel.download"
-    if "$folder/bin/python" -m pip --disable-pip-version-check --quiet download \
+    if "$folder/bin/python" -m pip --disable-pip-version-check --quiet --quiet download \
         --no-deps --only-binary :all: --dest "$wheel.download" "torch_npu==$version"; then
         "$folder/bin/python" -m zipfile -e "$wheel.download"/torch_npu-*.whl "$wheel"
         rm -rf "$wheel.download"

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from layer import Case, Layer, ScaledGate, distance, run
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.ops import npu_ops
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,12 @@ def test_back_ends_that_are_not_there_say_so():
         config = ChunkMoEConfig(moe_num_chunks=2, chunk_moe_backend=name)
         with pytest.raises(ValueError, match=told):
             layer.fast(ChunkMoEDispatcher(config))
+
+
+def test_the_npu_back_end_says_what_it_misses(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match="chunk_moe_backend: 'npu': torch_npu cannot be imported .*; install the one"):
+        npu_ops.require()
 
 
 def test_weight_layout_is_checked():

@@ -10,6 +10,8 @@ columns of a row, whatever they are. The order of the rows is int32 `[T * K]`: t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mindspeed_chunk.ops import cpu
@@ -18,7 +20,7 @@ from mindspeed_chunk.ops.npu_ops import find, require
 
 require()
 
-# The documentation's limits. Ids and pairs are counted in fp32 somewhere below 2^24; a width is that of one group.
+# The documentation's limits on sizes.
 _MAX_PAIRS = 2**24 - 2
 _MAX_TOP_K = 512
 _MAX_GROUPS = 1024
@@ -202,7 +204,7 @@ def _matmul_needs(matrix_LHF: torch.Tensor) -> dict[str, bool]:
     }
 
 
-def _weight_grads(op, rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _weight_grads(op: Callable, rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Each expert's rows^T times gradient rows, `[L, H, F]`."""
     (grad_LHF,) = op(
         [rows_RH.contiguous().t()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 
@@ -74,7 +75,12 @@ def find(name: str, dtype: torch.dtype, needs: Mapping[str, bool] | None = None)
 def _problem(name: str, dtype: torch.dtype, needs: Mapping[str, bool]) -> str | None:
     if not hasattr(torch.ops.npu, name):
         return f"this torch_npu has no {name}"
-    dtypes = OPS[name][hasattr(torch.ops.npu, LATER)]
+    dtypes = OPS[name][_documents_more()]
     if dtype not in dtypes:
         return f"{name} of this torch_npu is documented for {', '.join(map(str, dtypes))}, not for {dtype}"
     return next((f"{name} needs {need}" for need, holds in needs.items() if not holds), None)
+
+
+@functools.cache
+def _documents_more() -> bool:
+    return hasattr(torch.ops.npu, LATER)

@@ -60,11 +60,12 @@ def test_meta_kernels_agree_with_every_call(report):
     assert report["version"].startswith("2.7.1") or not refusals
 
 
-def test_nine_lines_of_ten_run(report):
+def test_nine_lines_of_ten_run(report, capsys):
     lines, ran = report["lines"], report["ran"]
     share = len(lines & ran) / len(lines)
-    assert share > 0.9, f"{share:.0%} of ops/npu.py; not run: {sorted(lines - ran)}"
-    print(f"{share:.1%} of {len(lines)} lines of ops/npu.py")
+    with capsys.disabled():
+        print(f"\n{share:.1%} of the {len(lines)} lines of functions in ops/npu.py ran; not {sorted(lines - ran)}")
+    assert share > 0.9
 
 
 # What is broken in the source, and what must be heard of it.
