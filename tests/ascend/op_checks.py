@@ -3,11 +3,14 @@
 import contextlib
 import itertools
 import logging
+import sys
 import types
 from unittest import mock
 
 import torch
 
+from ascend import kernels
+from mindspeed_chunk import ops
 from mindspeed_chunk.ops import cpu, npu_ops
 from mindspeed_chunk.ops.groups import Groups
 
@@ -47,10 +50,10 @@ def moved_rows(npu):
         same(pair_R[order_R.long()], torch.arange(tokens * 3))
         assert order_R.dtype == torch.int32
         same(npu.unpermute_backward(x_TH, order_R, 3), want_RH)
-        value_TK, out_TK, want_TK = normal(tokens, 3, dtype=dtype), torch.empty(tokens, 3, dtype=dtype), None
+        value_TK = normal(tokens, 3, dtype=dtype)
         value_R = npu.rows_of(value_TK, order_R)
         same(value_R, cpu.rows_of(value_TK, pair_R))
-        want_TK = torch.empty_like(out_TK)
+        out_TK, want_TK = torch.empty_like(value_TK), torch.empty_like(value_TK)
         cpu.rows_of_backward(value_R, pair_R, want_TK)
         npu.rows_of_backward(torch.stack([value_R, value_R], 1)[:, 1], order_R, out_TK)
         same(out_TK, want_TK)
@@ -173,8 +176,6 @@ def sizes_out_of_bounds(npu):
 
 
 def back_end_that_cannot_be_had(npu):
-    from mindspeed_chunk import ops
-
     device = torch.device("npu")
     assert ops.resolve("npu", device) is npu and ops.resolve("auto", device) is npu
     old = types.SimpleNamespace(__version__="2.6.0.post5")
@@ -184,8 +185,6 @@ def back_end_that_cannot_be_had(npu):
     ):
         loaded = {"torch_npu": module, "mindspeed_chunk.ops.npu": npu}
         with mock.patch.dict("sys.modules", loaded), mock.patch.object(ops, "npu", npu):
-            import sys
-
             del sys.modules["mindspeed_chunk.ops.npu"]
             try:
                 ops.resolve("npu", device)
@@ -197,11 +196,9 @@ def back_end_that_cannot_be_had(npu):
 
 def documented_dtypes(npu):
     """Where the wheels differ the table is what their documentation says."""
-    from ascend.kernels import documented_dtypes as documented
-
     later = hasattr(torch.ops.npu, npu_ops.LATER)
     for name, parameter in (("npu_moe_token_permute", "tokens"), ("npu_moe_token_unpermute", "permuted_tokens")):
-        assert set(npu_ops.OPS[name][later]) == documented(name, parameter), name
+        assert set(npu_ops.OPS[name][later]) == kernels.documented_dtypes(name, parameter), name
 
 
 CHECKS = {
