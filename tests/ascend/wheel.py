@@ -30,7 +30,7 @@ def locate() -> Path:
     """
     folder = Path(os.environ.get(VARIABLE) or Path(sys.prefix) / "torch_npu-wheel")
     if not (folder / "torch_npu" / "__init__.py").exists():
-        raise FileNotFoundError(f"{folder}: no torch_npu wheel unpacked there; ci/test.sh does, or set {VARIABLE}")
+        raise FileNotFoundError(f"{folder}: no torch_npu wheel there; ci/test.sh unpacks one, or set {VARIABLE}")
     wanted = torch.__version__.split("+")[0]
     if not list(folder.glob(f"torch_npu-{wanted}*.dist-info")):
         found = ", ".join(path.stem for path in folder.glob("torch_npu-*.dist-info"))
