@@ -41,3 +41,21 @@ ensure_venv() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends python3-venv >/dev/null
     "$1" -c 'import ensurepip, venv' 2>/dev/null || fail "$1 still has no venv: install the one that belongs to it"
 }
+
+# unpack_torch_npu FOLDER TORCH_VERSION: the wheel of torch_npu for that torch, unpacked in FOLDER/torch_npu-wheel, where
+# the tests in tests/ascend look for it. It is not installed: without Ascend's CANN it would break every import of torch.
+unpack_torch_npu() {
+    local folder=$1 version=${2%%+*} wheel=$1/torch_npu-wheel
+    [ -d "$wheel/torch_npu-$version.dist-info" ] && return
+    stage "wheel of torch_npu $version"
+    rm -rf "$wheel" "$wheel.download"
+    if "$folder/bin/python" -m pip --disable-pip-version-check --quiet --quiet download \
+        --no-deps --only-binary :all: --dest "$wheel.download" "torch_npu==$version"; then
+        "$folder/bin/python" -m zipfile -e "$wheel.download"/torch_npu-*.whl "$wheel"
+        rm -rf "$wheel.download"
+    elif [ -n "${CI:-}" ]; then
+        fail "no wheel of torch_npu $version for $("$folder/bin/python" -V): the Ascend tests cannot run; use Python 3.11"
+    else
+        printf 'warning: no wheel of torch_npu %s for this Python: the tests in tests/ascend will be skipped\n' "$version" >&2
+    fi
+}

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from layer import Case, Layer, ScaledGate, distance, run
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.ops import npu_ops
 
 
 @pytest.mark.parametrize(
@@ -57,10 +59,16 @@ def test_padding_may_hold_any_id():
 
 def test_back_ends_that_are_not_there_say_so():
     layer = Layer(Case(chunks=2))
-    for name in ("cuda", "npu"):
+    for name, told in (("cuda", "no back end for cuda"), ("npu", "the tensors are on cpu; use auto, or move")):
         config = ChunkMoEConfig(moe_num_chunks=2, chunk_moe_backend=name)
-        with pytest.raises(ValueError, match=f"no back end for {name}"):
+        with pytest.raises(ValueError, match=told):
             layer.fast(ChunkMoEDispatcher(config))
+
+
+def test_the_npu_back_end_says_what_it_misses(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match="chunk_moe_backend: 'npu': torch_npu cannot be imported .*; install the one"):
+        npu_ops.require()
 
 
 def test_weight_layout_is_checked():
