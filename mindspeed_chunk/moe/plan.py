@@ -55,7 +55,7 @@ def agree_num_chunks(num_tokens: int, chunk_size: int, group: dist.ProcessGroup 
     needed = max(1, -(-num_tokens // chunk_size))
     if group_size(group) == 1:
         return needed
-    wanted = torch.tensor([needed], dtype=torch.int64, device=device)
+    wanted = torch.full((1,), needed, dtype=torch.int64, device=device)  # no copy from the host, which would wait
     return int(HostCopy(all_reduce_max(wanted, group, "num_chunks"), "num_chunks").wait().item())
 
 
@@ -113,8 +113,9 @@ class PendingPlan:
         """
         self._tokens, self._num_experts, self._group = tokens, num_experts, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
-        row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
-        self._gathered, self._work = all_gather(row, group, "plan")
+        # kept until the gather has been waited for: it reads the row meanwhile
+        self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
+        self._gathered, self._work = all_gather(self._row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
         self._plan: tuple[ChunkPlan, ...] | None = None
 
@@ -128,7 +129,7 @@ class PendingPlan:
             gathered = self._copy.wait()
             self._work.wait()  # for the device, which reads some of it too
             self._plan = self._read(gathered)
-            del self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
+            del self._row, self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
         return self._plan
 
     def _read(self, gathered: torch.Tensor) -> tuple[ChunkPlan, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_chunk.config import BACKENDS
 
-AVAILABLE = ("cpu",)
+AVAILABLE = ("cpu", "cuda")
 
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()
