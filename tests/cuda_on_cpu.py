@@ -26,10 +26,13 @@ def strict_grouped_mm(left, right, *, offs):
         assert left.stride(1) == 1
     if _torchs_own is not None:
         return _torchs_own(left, right, offs=offs)
-    starts, ends = [0, *offs.tolist()[:-1]], offs.tolist()
-    if right.dim() == 2:
-        return torch.stack([left[:, start:end] @ right[start:end] for start, end in zip(starts, ends)])
-    return torch.cat([left[start:end] @ weight for start, end, weight in zip(starts, ends, right)])
+    # a kernel reads the offsets where they are, whoever watches
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        ends = offs.tolist()
+        groups = list(zip([0, *ends], ends))
+        if right.dim() == 2:
+            return torch.stack([left[:, start:end] @ right[start:end] for start, end in groups])
+        return torch.cat([left[start:end] @ weight for (start, end), weight in zip(groups, right)])
 
 
 @contextmanager
