@@ -184,28 +184,26 @@ class World(TorchDispatchMode):
         line.late.append((line.clock[line], deliver))
         return target
 
-    def _collective(self, name, target, source, run):
+    def all_to_all_single(self, target, source, target_splits, source_splits, group, async_op):
+        assert async_op
+        arrived = torch.empty_like(target)
+        with _unseen():  # a clone: threads of gloo let go of what they have sent only some time later
+            self._exchange(arrived, source.clone(), target_splits, source_splits, group=group)
+        return self._collective("an all-to-all", target, source, arrived)
+
+    def all_gather(self, target, source, group, async_op):
+        assert async_op
         arrived = torch.empty_like(target)
         with _unseen():
-            run(arrived)
+            self._gather(arrived, source.clone(), group=group)
+        return self._collective("a gather", target, source, arrived)
+
+    def _collective(self, name, target, source, arrived):
         self.wire.join(self.current_stream().clock)
         self.wire.join(self.host.clock)
         self.wire.tick()
         self._late(self.wire, name, target, source, arrived)
         return Event(self, dict(self.wire.clock))
-
-    def all_to_all_single(self, target, source, target_splits, source_splits, group, async_op):
-        assert async_op
-        return self._collective(
-            "an all-to-all",
-            target,
-            source,
-            lambda arrived: self._exchange(arrived, source, target_splits, source_splits, group=group),
-        )
-
-    def all_gather(self, target, source, group, async_op):
-        assert async_op
-        return self._collective("a gather", target, source, lambda arrived: self._gather(arrived, source, group=group))
 
     def check(self):
         """Raise for what is found out after the fact: memory freed too early, collectives never waited for."""
