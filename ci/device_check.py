@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_values import layer_errors, op_errors
+from device_values import layer_errors, offload_error, op_errors, waits
 from rich.console import Console
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -70,7 +70,7 @@ def main():
         return skip(options, record, f"torch {torch.__version__} sees no CUDA device here")
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     record["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu, tiny sizes"
-    record["values"] = [*op_errors(device), *layer_errors(device)]
+    record["values"] = [*op_errors(device), *layer_errors(device), offload_error(device), *waits(device)]
     wrong = [f"{each['what']}: off by {each['error']:.1e}" for each in record["values"] if not each["right"]]
     if wrong:
         write(options, record)

@@ -1,4 +1,4 @@
-"""What device_check.py compares: operations and layers in bf16 on a device with fp32 on the CPU, from the same numbers.
+"""What device_check.py compares: operations and layers in bf16 on a device with fp32 on the CPU, and the offload.
 
 T tokens, K experts a token, H hidden, R rows, F what fc1 puts out, L experts, S source ranks.
 """
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
+from mindspeed_chunk.mbs.offload import ActivationOffload
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.reference import moe_reference
 from mindspeed_chunk.ops import cpu, cuda
@@ -129,6 +130,42 @@ def layer_errors(device):
         got = run(lambda t, route, dispatch=dispatch: dispatch(E, t[1], route, t[0], *t[2:]), device, torch.bfloat16)
         told.append(judged(f"layer: {schedule}, N={number}, keep {keep}", zip(got, expected), LAYER))
     return told
+
+
+def offload_error(device):
+    """Gradients of blocks whose activations wait on the host, against the same blocks without."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, H, generator=generator).to(device)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU(), torch.nn.LayerNorm(H)) for _ in range(4)]
+    blocks = torch.nn.ModuleList(blocks).to(device)
+    offload, found = ActivationOffload(), []
+    for run in (lambda i: blocks[i], lambda i: offload.wrap(f"block {i}", blocks[i])):
+        hidden = x.clone().requires_grad_() * 1
+        for i in range(len(blocks)):
+            hidden = run(i)(hidden)
+        found.append(torch.autograd.grad(hidden.square().mean(), list(blocks.parameters())))
+    return judged("activation offload", zip(found[1], [grad.cpu() for grad in found[0]]), MOVED)
+
+
+def waits(device):
+    """Whether a layer call makes the host wait for more than its plan: CUDA itself says so."""
+    if device.type != "cuda":
+        return []
+    given = {name: tensor.to(device) for name, tensor in inputs().items()}
+    fc2 = torch.zeros(E, WIDTH, H, dtype=torch.bfloat16, device=device)
+    leaves = [tensor.requires_grad_() for tensor in (given["weight"], given["x"], given["fc1"], fc2)]
+    dispatch, found = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=4)), None
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = dispatch(E, leaves[0], given["route"], *leaves[1:])
+            torch.autograd.grad(out, leaves, given["x"])
+        except RuntimeError as error:
+            found = str(error).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    what = "waits of the host beside the plan's" + (f": {found}" if found else "")
+    return [{"what": what, "error": float(found is not None), "allowed": 0.0, "right": found is None}]
 
 
 def judged(what, pairs, allowed):
