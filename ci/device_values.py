@@ -18,6 +18,7 @@ from mindspeed_chunk.ops.groups import Groups
 T, K, E, H, WIDTH = 257, 4, 6, 128, 64
 COUNTS = ((17, 0, 40, 3, 1, 0), (5, 0, 0, 64, 2, 9), (0, 0, 31, 8, 8, 128))
 MOVED = 0.0
+SAME = 1e-5  # the same kernels on the same values, twice
 COMPUTED = 2e-2  # of the largest value; bf16 has 8 bits, and intermediate values are rounded to it
 LAYER = 3e-2
 
@@ -144,7 +145,7 @@ def offload_error(device):
         for i in range(len(blocks)):
             hidden = run(i)(hidden)
         found.append(torch.autograd.grad(hidden.square().mean(), list(blocks.parameters())))
-    return judged("activation offload", zip(found[1], [grad.cpu() for grad in found[0]]), MOVED)
+    return judged("activation offload", zip(found[1], [grad.cpu() for grad in found[0]]), SAME)
 
 
 def waits(device):

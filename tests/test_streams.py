@@ -6,12 +6,14 @@ Each wait that the code makes is also taken away on purpose, and that must be se
 import gc
 import itertools
 import threading
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cuda_on_cpu import cuda_ops
 from fake_device import Event, Line, Race, fake_device
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
@@ -128,8 +130,8 @@ def found(world, function):
 def layers(rank, world_size):
     """Every case as it is; then with each thing taken away, what is found."""
     group = dist.group.WORLD
-    for case in CASES:
-        with fake_device() as world:
+    for case, ours in itertools.product(CASES, (nullcontext, cuda_ops)):  # of which one reads the plan on the device
+        with ours(), fake_device() as world:
             assert found(world, lambda case=case: check(case, rank, world_size, group)) is None
     told = {}
     for name, (patch, _) in LAYER_SABOTAGE.items():
