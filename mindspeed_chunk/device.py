@@ -1,6 +1,14 @@
-"""What differs between devices outside of the kernels: how tensors get to the host and back."""
+"""What differs between devices outside of the kernels: how tensors get to the host and back, beside the computation.
+
+Accelerators are spoken to through `torch.get_device_module` (torch.cuda, torch.npu). Nothing here is kept by thread:
+there the backward runs in another one.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -8,19 +16,29 @@ from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
 
-class HostCopy:
-    """A tensor on its way to the host, once `after` is done. `wait()` returns it there.
+def accelerator(device: torch.device) -> ModuleType | None:
+    """The module with the streams of a device, or None for the CPU, which has none."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
 
-    It is announced when it is waited for, because that is what a call costs; a CPU tensor is its own host copy.
-    """
 
-    def __init__(self, tensor: torch.Tensor, name: str, after: Work = DONE) -> None:
-        self._tensor, self._name, self._after = tensor, name, after
+def host_buffer(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor on the host, pinned if it is there to be copied to and from an accelerator."""
+    return torch.empty(shape, dtype=dtype, pin_memory=accelerator(device) is not None)
 
-    def wait(self) -> torch.Tensor:
-        emit("host_copy", self._name, elements=self._tensor.numel())
-        self._after.wait()
-        return self._tensor.cpu()
+
+class Copy:
+    """A copy on a side stream."""
+
+    def __init__(self, streams: ModuleType, device: torch.device, event) -> None:
+        self._streams, self._device, self._event = streams, device, event
+
+    def wait(self) -> None:
+        """What is queued from now on runs behind the copy."""
+        self._streams.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Hold up the host until the copy is done; what else is queued runs on."""
+        self._event.synchronize()
 
 
 class CopyLane:
@@ -28,26 +46,54 @@ class CopyLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = None if device.type == "cpu" else torch.get_device_module(device)
+        self._streams = accelerator(device)
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     @torch.no_grad()
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Work:
-        """Start `target.copy_(source)` behind what is queued now. Both must stay until that is waited for."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work = DONE) -> Work:
+        """Start `target.copy_(source)` behind `after` and what is queued now; only the copy waits for that.
+
+        Both tensors, and what `after` reads, must stay until the copy is waited for: to the allocator they belong to
+        the stream they were made on. They are kept, not marked with `record_stream`, which would leave it to chance
+        when their memory can be used again.
+        """
         if self._stream is None:
+            after.wait()
             target.copy_(source)
             return DONE
         self._stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._stream):
+            after.wait()  # makes the current stream wait, which is the lane's here
             target.copy_(source, non_blocking=True)
-        return _Recorded(self._streams, self._stream.record_event())
+            event = self._stream.record_event()
+        return Copy(self._streams, self.device, event)
 
 
-class _Recorded:
-    """Lets the stream that waits for it wait for an event."""
+@functools.cache
+def _lane(device: torch.device) -> CopyLane:
+    """For small copies that somebody waits for; large ones have lanes of their own, not to stand in their way."""
+    return CopyLane(device)
 
-    def __init__(self, streams, event) -> None:
-        self._streams, self._event = streams, event
 
-    def wait(self) -> None:
-        self._streams.current_stream().wait_event(self._event)
+class HostCopy:
+    """A tensor on its way to the host, once `after` is done. `wait()` returns it there.
+
+    On an accelerator the copy starts at once, on a side stream, and only it is waited for: kernels queued in the
+    meantime run on. What `after` reads must stay until then. A CPU tensor is its own host copy. It is announced when it
+    is waited for, because that is what a call costs.
+    """
+
+    def __init__(self, tensor: torch.Tensor, name: str, after: Work = DONE) -> None:
+        self._tensor, self._name, self._after = tensor, name, after
+        self._host = None
+        if accelerator(tensor.device) is not None:
+            self._host = host_buffer(tensor.shape, tensor.dtype, tensor.device)
+            self._copy = _lane(tensor.device).copy(self._host, tensor, after)
+
+    def wait(self) -> torch.Tensor:
+        emit("host_copy", self._name, elements=self._tensor.numel())
+        if self._host is None:
+            self._after.wait()
+            return self._tensor
+        self._copy.synchronize()
+        return self._host

@@ -57,11 +57,11 @@ def test_padding_may_hold_any_id():
         assert max(distance(got, expected).values()) == 0
 
 
-def test_back_ends_that_are_not_there_say_so():
+def test_a_back_end_for_another_device_says_so():
     layer = Layer(Case(chunks=2))
-    for name, told in (("cuda", "no back end for cuda"), ("npu", "the tensors are on cpu; use auto, or move")):
+    for name in ("cuda", "npu"):
         config = ChunkMoEConfig(moe_num_chunks=2, chunk_moe_backend=name)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match="the tensors are on cpu; use auto, or move"):
             layer.fast(ChunkMoEDispatcher(config))
 
 

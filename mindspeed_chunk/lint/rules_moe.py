@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_chunk import model_config
-from mindspeed_chunk.config import BACKENDS, KEY_PREFIXES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove, Set
 from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
@@ -88,18 +88,6 @@ def neighbours(subject: Subject) -> Iterator[Problem]:
         yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))
 
 
-def back_end(subject: Subject) -> Iterator[Problem]:
-    name = subject.get(f"{PLAN}.chunk_moe_backend", "auto")
-    if not asked(subject) or name == "auto" or name not in BACKENDS:
-        return
-    from mindspeed_chunk import ops  # imports torch
-
-    try:
-        ops.check_available(name, name)
-    except ValueError as error:
-        yield Problem(ConfigError(f"{PLAN}.{error}", f"{PLAN}.chunk_moe_backend"))
-
-
 def two_chunks(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
     if asked(subject) and config.moe_num_chunks == 2 and config.keep != "activations":
@@ -162,7 +150,6 @@ RULES = (
     Rule("chunk-moe-settings", ERROR, "A key of Chunk MoE is unknown, out of range, or contradicts another.", settings),
     Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, quantised "
          "grouped matmuls, LoRA on experts.", neighbours),
-    Rule("chunk-moe-backend", ERROR, "The back end that is asked for by name is not in this version.", back_end),
     Rule("experts-named", ERROR, "Expert parallelism or `chunkmoe` without the names of the experts.", experts_named),
     Rule("ep-size", ERROR, "`expert_parallel_size` does not divide the number of ranks (with `--world`) or of experts "
          "(with the model's config).", size),

@@ -83,7 +83,7 @@ class ChunkMBS:
         return cut
 
     def _agree(self, name: str, number: int, device: torch.device | None, error: CannotCut | None) -> None:
-        local = torch.tensor([number], dtype=torch.int64, device=device)
+        local = torch.full((1,), number, dtype=torch.int64, device=device)
         gathered, work = all_gather(local, self._group, "micro-chunks")
         work.wait()
         numbers = HostCopy(gathered, "micro-chunks").wait().flatten().tolist()

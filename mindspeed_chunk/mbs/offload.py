@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_chunk.device import CopyLane
+from mindspeed_chunk.device import CopyLane, host_buffer
 from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
@@ -38,7 +38,7 @@ class HostPool:
         size = -(-nbytes // step) * step
         if self._free[size]:
             return self._free[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        return host_buffer(size, torch.uint8, device)
 
     def give(self, buffer: torch.Tensor) -> None:
         self._free[buffer.numel()].append(buffer)

@@ -55,7 +55,7 @@ def agree_num_chunks(num_tokens: int, chunk_size: int, group: dist.ProcessGroup 
     needed = max(1, -(-num_tokens // chunk_size))
     if group_size(group) == 1:
         return needed
-    wanted = torch.tensor([needed], dtype=torch.int64, device=device)
+    wanted = torch.full((1,), needed, dtype=torch.int64, device=device)  # no copy from the host, which would wait
     return int(HostCopy(all_reduce_max(wanted, group, "num_chunks"), "num_chunks").wait().item())
 
 
@@ -113,8 +113,9 @@ class PendingPlan:
         """
         self._tokens, self._num_experts, self._group = tokens, num_experts, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
-        row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
-        self._gathered, self._work = all_gather(row, group, "plan")
+        # kept until the gather has been waited for: it reads the row meanwhile
+        self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
+        self._gathered, self._work = all_gather(self._row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
         # rows by source rank, chunk and expert: on the host; for the experts here on the device, too
         self._counts_RNE: torch.Tensor | None = None
@@ -141,7 +142,7 @@ class PendingPlan:
             columns, local = self._num_experts + _EXTRA_COLUMNS, self._num_experts // gathered.shape[0]
             first = 1 + group_rank(self._group) * local
             self._here_RNL = self._gathered[:, :-2].unflatten(1, (-1, columns))[:, :, first : first + local]
-            del self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
+            del self._row, self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
         return self._counts_RNE
 
     def merge(self, num_chunks: int) -> tuple[slice, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_chunk.config import BACKENDS
 
-AVAILABLE = ("cpu", "npu")
+BACK_ENDS = tuple(name for name in BACKENDS if name != "auto")
 
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -28,12 +28,16 @@ def resolve(name: str, device: torch.device) -> ModuleType:
     """The back end called `name`, or with "auto" the one for `device`; an automatic choice is logged once.
 
     Raises:
-        ValueError: for a name that is none, a back end that this version does not have, or one for another device.
+        ValueError: for a name that is none, a device without a back end, or a back end for another device.
     """
     if name not in BACKENDS:
         raise ValueError(f"chunk_moe_backend: {name!r}: must be one of {', '.join(BACKENDS)}")
     chosen = device.type if name == "auto" else name
-    check_available(name, chosen)
+    if chosen not in BACK_ENDS:
+        raise ValueError(
+            f"chunk_moe_backend: {name!r}: must fit a device, and {chosen} is none of {', '.join(BACK_ENDS)}; "
+            "run the model on one of these"
+        )
     if chosen != device.type:
         raise ValueError(
             f"chunk_moe_backend: {name!r}: the tensors are on {device.type}; use auto, or move the model to {chosen}"
@@ -42,12 +46,3 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         _told.add(chosen)
         _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)
     return importlib.import_module(f"{__name__}.{chosen}")
-
-
-def check_available(name: str, chosen: str) -> None:
-    """Raises ValueError where this version has no back end `chosen`, which `name` stands for."""
-    if chosen not in AVAILABLE:
-        raise ValueError(
-            f"chunk_moe_backend: {name!r}: this version has no back end for {chosen} (it has: {', '.join(AVAILABLE)}); "
-            "run the model on one of these devices"
-        )

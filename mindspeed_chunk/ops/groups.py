@@ -32,6 +32,11 @@ class Groups:
         return tuple(map(sum, zip(*self.counts, strict=True)))
 
     @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """Where the rows of each expert end, on the device: int32 `[L]`, made when first asked for."""
+        return self.on_device.sum(0).cumsum(0, dtype=torch.int32)
+
+    @functools.cached_property
     def num_rows(self) -> int:
         return sum(self.rows_per_expert)
 

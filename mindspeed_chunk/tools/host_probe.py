@@ -42,12 +42,12 @@ def probe() -> dict:
     result["autoloaded"] = "mindspeed_chunk.patches" in sys.modules  # before anything below imports it
     result["device"] = _device(torch)
 
-    from mindspeed_chunk.ops import AVAILABLE
+    from mindspeed_chunk.ops import BACK_ENDS
     from mindspeed_chunk.patches import PATCHES, install, settings
 
     os.environ.pop(settings.DISABLE, None)  # what would happen if it were on is asked for, too
     install()
-    result["backends"] = list(AVAILABLE)
+    result["backends"] = list(BACK_ENDS)
     host = places["mindspeed_mm"]
     found = host["has_fsdp"]
     result["patches"] = [_examine(patch, found) for patch in PATCHES]
