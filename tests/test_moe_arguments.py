@@ -66,6 +66,7 @@ def test_a_back_end_for_another_device_says_so():
 
 
 def test_the_npu_back_end_says_what_it_misses(monkeypatch):
+    npu_ops.require.cache_clear()
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(ValueError, match="chunk_moe_backend: 'npu': torch_npu cannot be imported .*; install the one"):
         npu_ops.require()

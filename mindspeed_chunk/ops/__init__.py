@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from mindspeed_chunk.config import BACKENDS
+from mindspeed_chunk.ops import npu_ops
 
 BACK_ENDS = tuple(name for name in BACKENDS if name != "auto")
 
@@ -28,7 +29,8 @@ def resolve(name: str, device: torch.device) -> ModuleType:
     """The back end called `name`, or with "auto" the one for `device`; an automatic choice is logged once.
 
     Raises:
-        ValueError: for a name that is none, a device without a back end, or a back end for another device.
+        ValueError: for a name that is none, a device without a back end, or a back end for another device or, of npu,
+            without torch_npu.
     """
     if name not in BACKENDS:
         raise ValueError(f"chunk_moe_backend: {name!r}: must be one of {', '.join(BACKENDS)}")
@@ -42,6 +44,8 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         raise ValueError(
             f"chunk_moe_backend: {name!r}: the tensors are on {device.type}; use auto, or move the model to {chosen}"
         )
+    if chosen == "npu":
+        npu_ops.require()
     if name == "auto" and chosen not in _told:
         _told.add(chosen)
         _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)

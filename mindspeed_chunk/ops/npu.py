@@ -16,9 +16,7 @@ import torch
 
 from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.groups import Groups
-from mindspeed_chunk.ops.npu_ops import find, require
-
-require()
+from mindspeed_chunk.ops.npu_ops import find
 
 # The documentation's limits on sizes.
 _MAX_PAIRS = 2**24 - 2

@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
+@functools.cache
 def require() -> None:
     """Import torch_npu.
 
