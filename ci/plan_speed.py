@@ -24,6 +24,7 @@ import yaml
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.ops import cpu
+from mindspeed_chunk.ops.groups import Groups
 from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
 from mindspeed_chunk.tools.bench_cases import build
 from mindspeed_chunk.tools.bench_layer import Layer, add_layer_options, problem_of
@@ -128,15 +129,15 @@ def compute_rates(options, layer):
     local = layer.fc1_LHF.shape[0]
     each = index_TK.numel() // local
     rows_RH, order_R = cpu.permute(x_TH, index_TK)
-    rows_RH, counts = rows_RH[: each * local], [each] * local
+    rows_RH, groups = rows_RH[: each * local], Groups.of([[each] * local])
     fc1_LHF, fc2_LIH = layer.fc1_LHF.detach(), layer.fc2_LIH.detach()
-    fc1_RF = cpu.grouped_mm(rows_RH, fc1_LHF, counts)
+    fc1_RF = cpu.grouped_mm(rows_RH, fc1_LHF, groups)
     activated_RI, total_LHF = cpu.swiglu(fc1_RF, 0.0), torch.zeros_like(fc1_LHF)
 
     def matmuls():
-        cpu.grouped_mm(rows_RH, fc1_LHF, counts)
-        cpu.grouped_mm(activated_RI, fc2_LIH, counts)
-        cpu.grouped_mm_wgrad(rows_RH, fc1_RF, counts, total_LHF)
+        cpu.grouped_mm(rows_RH, fc1_LHF, groups)
+        cpu.grouped_mm(activated_RI, fc2_LIH, groups)
+        cpu.grouped_mm_wgrad(rows_RH, fc1_RF, groups, total_LHF)
 
     full_RH = rows_RH.new_empty(index_TK.numel(), options.hidden)
 

@@ -37,6 +37,10 @@ class ChunkMoEConfig:
     moe_num_chunks: number of chunks; 0: not set.
     moe_chunk_size: tokens a chunk, and the rank with the most tokens decides on the number of chunks; 0: not set.
         Both 0: one chunk. Both set: `moe_num_chunks` wins, and one warning says so.
+    chunk_moe_auto: choose the number of chunks at the first call, from its rows and from rates measured there, and
+        keep to it.
+    chunk_moe_max_rows: cut a call into 2, 4, ... times as many chunks, up to 16 or a little more, where one would bring
+        some rank's experts more rows than this; 0: not set.
     chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and what fc1 makes of
         them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
         again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
@@ -57,6 +61,8 @@ class ChunkMoEConfig:
 
     moe_num_chunks: int = 0
     moe_chunk_size: int = 0
+    chunk_moe_auto: bool = False
+    chunk_moe_max_rows: int = 0
     chunk_moe_recompute: bool = False
     chunk_moe_keep: str = ""
     chunk_moe_skip_unread: bool = False
@@ -161,13 +167,15 @@ def _ours(cls, mapping, path, must_be_known):
 
 def _check(name, value, path):
     """Raise ConfigError where `value` breaks the rule of the field `name`."""
-    if name in ("moe_num_chunks", "moe_chunk_size"):
+    if name in ("moe_num_chunks", "moe_chunk_size", "chunk_moe_max_rows"):
         if not _is_integer(value, 0):
             raise ConfigError.about(path, value, "must be an integer >= 0", "use 0 or remove the key to leave it unset")
     elif name == "chunk_moe_lookahead":
         if not _is_integer(value, 0):
             raise ConfigError.about(path, value, "must be an integer >= 0", "remove the key to get 1")
-    elif name in ("chunk_moe_recompute", "chunk_moe_skip_unread", "chunk_moe_overlap_shared_expert"):
+    elif name in (
+        "chunk_moe_auto", "chunk_moe_recompute", "chunk_moe_skip_unread", "chunk_moe_overlap_shared_expert"
+    ):  # fmt: skip
         if not isinstance(value, bool):
             raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
     elif name == "chunk_moe_keep":
@@ -189,6 +197,11 @@ def _check_together(settings, prefix):
         refuse("chunk_moe_keep", "contradicts chunk_moe_recompute: true")
     if settings["chunk_moe_schedule"] == "pair" and settings["chunk_moe_lookahead"] != 1:
         refuse("chunk_moe_lookahead", "has no meaning with chunk_moe_schedule: pair")
+    for name in ("moe_num_chunks", "moe_chunk_size"):
+        if settings["chunk_moe_auto"] and settings[name]:
+            refuse(name, "contradicts chunk_moe_auto: true, which chooses")
+    if settings["chunk_moe_max_rows"] and settings["moe_chunk_size"] and not settings["moe_num_chunks"]:
+        refuse("chunk_moe_max_rows", "has no meaning with moe_chunk_size, which bounds the chunks' tokens")
 
 
 def _check_mbs(name, value, path):

@@ -29,6 +29,8 @@ def test_defaults_mean_one_chunk_rolling():
     assert dataclasses.asdict(made) == {
         "moe_num_chunks": 0,
         "moe_chunk_size": 0,
+        "chunk_moe_auto": False,
+        "chunk_moe_max_rows": 0,
         "chunk_moe_recompute": False,
         "chunk_moe_keep": "",
         "chunk_moe_skip_unread": False,
@@ -78,6 +80,8 @@ def test_keys_are_taken_and_host_keys_left_alone():
         ("chunk_moe_recompute", 1, "must be a boolean"),
         ("chunk_moe_recompute", "true", "must be a boolean"),
         ("chunk_moe_recompute", None, "must be a boolean"),
+        ("chunk_moe_auto", 1, "must be a boolean"),
+        ("chunk_moe_max_rows", -1, "must be an integer >= 0"),
         ("chunk_moe_lookahead", -1, "must be an integer >= 0"),
         ("chunk_moe_lookahead", "1", "must be an integer >= 0"),
         ("chunk_moe_overlap_shared_expert", "yes", "must be a boolean"),
@@ -220,6 +224,11 @@ def test_what_is_kept():
     assert ChunkMoEConfig(chunk_moe_keep="input").keep == "input"
     with pytest.raises(ConfigError, match="chunk_moe_lookahead: 2: has no meaning with chunk_moe_schedule: pair"):
         ChunkMoEConfig(chunk_moe_schedule="pair", chunk_moe_lookahead=2)
+    for key in ("moe_num_chunks", "moe_chunk_size"):
+        with pytest.raises(ConfigError, match=f"{key}: 2: contradicts chunk_moe_auto: true"):
+            ChunkMoEConfig(chunk_moe_auto=True, **{key: 2})
+    with pytest.raises(ConfigError, match="chunk_moe_max_rows: 9: has no meaning with moe_chunk_size"):
+        ChunkMoEConfig(moe_chunk_size=2, chunk_moe_max_rows=9)
     with pytest.raises(ConfigError, match="chunk_moe_keep: 'input': contradicts chunk_moe_recompute: true"):
         ChunkMoEConfig(chunk_moe_recompute=True, chunk_moe_keep="input")
     with pytest.raises(ConfigError, match="parallel.ep_plan.chunk_moe_keep: 'row': must be one of activations, rows"):

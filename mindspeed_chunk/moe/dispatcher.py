@@ -19,6 +19,7 @@ from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
+from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
@@ -59,6 +60,7 @@ class ChunkMoEDispatcher(Dispatcher):
         self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
         # modules that have passed as activations, and with which widths and dtypes
         self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
+        self._num_chunks = NumChunks(config)
         # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
         self._rerouted: torch.Tensor | None = None
         self._times_rerouted = 0
@@ -108,7 +110,10 @@ class ChunkMoEDispatcher(Dispatcher):
             )
 
     def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
-        """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found."""
+        """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found.
+
+        Where the counts decide on the number of chunks they are waited for here, before the first rows are permuted.
+        """
         group, device, num_experts = arguments.group, arguments.x_TH.device, arguments.num_experts
         error = self._problem(arguments)
         settings = {} if error else self._settings(arguments)
@@ -117,11 +122,13 @@ class ChunkMoEDispatcher(Dispatcher):
         self._agree_once(num_experts, settings, error, group, device)
 
         num_tokens = 0 if error else arguments.x_TH.shape[0]
-        if self.config.moe_num_chunks == 0 and self.config.moe_chunk_size > 0:
+        by_size = self.config.moe_num_chunks == 0 and self.config.moe_chunk_size > 0
+        by_counts = not by_size and self._num_chunks.may_change
+        if by_size:
             chunk_size = self.config.moe_chunk_size
             num_chunks = agree_num_chunks(num_tokens, chunk_size, group, device)
         else:
-            num_chunks = max(1, self.config.moe_num_chunks)
+            num_chunks = self._num_chunks.slices
             chunk_size = -(-num_tokens // num_chunks)
         tokens = chunk_slices(num_tokens, chunk_size, num_chunks)
         if error:
@@ -145,6 +152,8 @@ class ChunkMoEDispatcher(Dispatcher):
         )
         if error:
             pending.wait()  # raises, on every rank
+        if by_counts:
+            tokens = pending.merge(self._num_chunks.choose(pending.counts(), arguments, back_end))
         return pending, tokens, route_TK
 
     def _run(
@@ -217,6 +226,9 @@ class ChunkMoEDispatcher(Dispatcher):
         return {
             "moe_num_chunks": config.moe_num_chunks,
             "moe_chunk_size": config.moe_chunk_size,
+            "chunk_moe_auto": config.chunk_moe_auto,
+            "chunk_moe_max_rows": config.chunk_moe_max_rows,
+            "chunks chosen": self._num_chunks.settled,
             "chunk_moe_schedule": config.chunk_moe_schedule,
             "chunk_moe_lookahead": config.chunk_moe_lookahead,
             "input kept alone": config.keep == "input",

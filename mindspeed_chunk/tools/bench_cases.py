@@ -4,7 +4,7 @@ rolling:4               a schedule and a number of chunks; activations are kept
 rolling:4:rows          the same with another chunk_moe_keep: rows or input
 rolling:4:fill          with --shared-expert, that expert runs while the first and the last rows travel, not before
 rolling:4:ahead2        two chunks are dispatched ahead of the experts; ahead0: none
-rolling:1:pieces        one chunk whose all-to-alls are sent as several of at most 2 MB
+rolling:2:pieces        all-to-alls of over 2 MB to a rank are sent as several; rolling:1:pieces is a baseline
 alltoall                the plain dispatcher of this package
 host:alltoall           MindSpeed-MM's `ep_forward`; host:allgather is its other dispatcher
 all                     every schedule, 1, 2, 4 and 8 chunks, every memory mode
@@ -33,6 +33,7 @@ BASELINES = ("rolling:1", PIECES, "alltoall", *bench_host.CASES)
 # what a case's name may ask for beside a value of chunk_moe_keep; not part of "all"
 _VARIANTS: dict[str, dict[str, object]] = {
     "fill": {},
+    "pieces": {},
     "ahead0": {"chunk_moe_lookahead": 0},
     "ahead2": {"chunk_moe_lookahead": 2},
 }
@@ -120,7 +121,8 @@ def uses_host(names: list[str]) -> bool:
 def build(name: str) -> Case:
     parsed = parse(name)
     if parsed is not None:
-        return Case(name, _chunked(parsed), nullcontext(), fills=parsed.mode == "fill")
+        around = InPieces(PIECE_BYTES) if parsed.mode == "pieces" else nullcontext()
+        return Case(name, _chunked(parsed), around, fills=parsed.mode == "fill")
     if name == PIECES:
         return Case(name, _chunked(Parsed("rolling", 1, KEEPS[0])), InPieces(PIECE_BYTES))
     if name == "alltoall":

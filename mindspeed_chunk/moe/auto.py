@@ -1,0 +1,202 @@
+"""How many chunks a layer call has: as configured, chosen at the first call, or more where rows pile up.
+
+The choice is the planner's, from what the ranks are about to send and from rates that are measured on the spot: the
+same figures on every rank, and so the same number.
+
+R ranks of the group, S slices that were counted, E experts, K experts a token, H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.device import HostCopy, accelerator
+from mindspeed_chunk.dist import all_reduce_max, all_to_all, group_size
+from mindspeed_chunk.moe.arguments import Arguments
+from mindspeed_chunk.ops.groups import Groups
+from mindspeed_chunk.planner import ChunkChoice, ChunkRows, Device, LayerShape, Link, best_num_chunks
+
+CANDIDATES = (1, 2, 4, 8, 16)
+_REPEATS = 3
+_SMALL = 16  # rows of the small message, to each rank
+
+_logger = logging.getLogger("mindspeed_chunk")
+_told: set[int] = set()
+
+
+class NumChunks:
+    """The number of chunks of one dispatcher's layer calls, without `moe_chunk_size`.
+
+    Attributes:
+        settled: N; None until it is chosen.
+    """
+
+    def __init__(self, config: ChunkMoEConfig) -> None:
+        self._config = config
+        self.settled = None if config.chunk_moe_auto else max(1, config.moe_num_chunks)
+        self._over = 0
+
+    @property
+    def may_change(self) -> bool:
+        """The counts decide, so they must be read before the first chunk is cut."""
+        return self.settled is None or self._config.chunk_moe_max_rows > 0
+
+    @property
+    def slices(self) -> int:
+        """How finely the next call's rows are counted."""
+        slices = self.settled or 1
+        while self.may_change and slices < CANDIDATES[-1]:
+            slices *= 2
+        return slices
+
+    def choose(self, counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType) -> int:
+        """N for this call, a divisor of the slices. Collective where it is chosen for the first time.
+
+        Args:
+            counts_RSE: rows by source rank, slice and expert, on the host and the same on every rank.
+        """
+        if self.settled is None:
+            choice = _choose(counts_RSE, arguments, ops, self._config)
+            self.settled = choice.num_chunks
+            _tell(choice)
+        num_chunks, most = self.settled, self._config.chunk_moe_max_rows
+        if most:
+            while num_chunks < counts_RSE.shape[1] and received(counts_RSE, num_chunks).max() > most:
+                num_chunks *= 2
+            self._warn_over(int(received(counts_RSE, num_chunks).max()), num_chunks)
+        return num_chunks
+
+    def _warn_over(self, rows: int, num_chunks: int) -> None:
+        """Told at the first, second, fourth, eighth, ... time."""
+        most = self._config.chunk_moe_max_rows
+        if rows <= most:
+            return
+        self._over += 1
+        if self._over & (self._over - 1) == 0 and _is_first():
+            _logger.warning(
+                "mindspeed_chunk: chunk_moe_max_rows: %d: one of %d chunks has %d rows on one rank, and there are no "
+                "finer ones (time %d)",
+                most, num_chunks, rows, self._over,
+            )  # fmt: skip
+
+
+def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """Rows that each rank's experts get in each of `num_chunks` chunks, `[num_chunks, R]`."""
+    ranks = counts_RSE.shape[0]
+    return counts_RSE.unflatten(1, (num_chunks, -1)).unflatten(3, (ranks, -1)).sum(dim=(0, 2, 4))
+
+
+def rows_of(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[ChunkRows]:
+    """What the busiest rank of each chunk has to do."""
+    per_expert_NE = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(0, 2))
+    sent_N = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(2, 3)).amax(0).tolist()
+    received_N = received(counts_RSE, num_chunks).amax(1).tolist()
+    largest_N = per_expert_NE.amax(1).tolist()
+    return [ChunkRows(-(-n // top_k), n, got, most) for n, got, most in zip(sent_N, received_N, largest_N, strict=True)]
+
+
+def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType, config: ChunkMoEConfig) -> ChunkChoice:
+    top_k, dtype = arguments.selected_experts.shape[1], arguments.compute_dtype
+    most_sent = int(counts_RSE.sum(dim=(1, 2)).max())
+    shape = LayerShape(
+        tokens=-(-most_sent // top_k),
+        hidden=arguments.x_TH.shape[1],
+        intermediate=arguments.fc2_width,
+        experts=arguments.num_experts,
+        top_k=top_k,
+        ep=counts_RSE.shape[0],
+        element_size=dtype.itemsize,
+    )
+    candidates = [n for n in CANDIDATES if counts_RSE.shape[1] % n == 0]
+    return best_num_chunks(
+        shape,
+        measure(arguments, ops, most_sent // 4),
+        candidates=candidates,
+        schedule=config.chunk_moe_schedule,
+        keep=config.keep,
+        dtype=str(dtype),
+        rows_of=lambda n: rows_of(counts_RSE, n, top_k),
+    )
+
+
+@torch.no_grad()
+def measure(arguments: Arguments, ops: ModuleType, rows: int) -> Device:
+    """What this device and its link do with about `rows` rows; of every figure that of the group's slowest rank."""
+    group, dtype, device = arguments.group, arguments.compute_dtype, arguments.x_TH.device
+    ranks, hidden = group_size(group), arguments.x_TH.shape[1]
+    fc1_LHF = arguments.fc1.to(dtype)
+    if arguments.weight_layout == "LFH":
+        fc1_LHF = fc1_LHF.transpose(1, 2)
+    local, width = fc1_LHF.shape[0], fc1_LHF.shape[2]
+    each = max(1, rows // local)
+    rows_RH = torch.zeros((each * local, hidden), dtype=dtype, device=device)
+    groups = Groups.of([[each] * local], device)
+    index_T1 = torch.zeros((each * local, 1), dtype=torch.int64, device=device)
+    sizes = [_SMALL, max(2 * _SMALL, rows // ranks)]
+    seconds = [
+        _seconds(lambda: ops.grouped_mm(rows_RH, fc1_LHF, groups), device),
+        _seconds(lambda: ops.permute(rows_RH, index_T1), device),
+        _seconds(lambda: ops.permute(rows_RH[:1], index_T1[:1]), device),
+        *(_seconds(lambda size=size: _exchange(size, hidden, arguments), device) for size in sizes),
+    ]
+    nanoseconds = torch.tensor([int(s * 1e9) + 1 for s in seconds], dtype=torch.int64).to(device)
+    slowest = HostCopy(all_reduce_max(nanoseconds, group, "rates"), "rates").wait().tolist()
+    matmul, move, call, small, large = (n / 1e9 for n in slowest)
+    row = hidden * dtype.itemsize
+    to_others = row * (ranks - 1)
+    messages = ((sizes[0] * to_others, small), (sizes[1] * to_others, max(small, large)))
+    link = Link(rate=messages[1][0] / large or 1.0, measured=messages)
+    return Device(
+        name="as measured at the first call",
+        memory=float("inf"),
+        flops={str(dtype): 2 * each * local * hidden * width / max(matmul - call, 1e-9)},
+        memory_rate=2 * rows_RH.nbytes / max(move - call, 1e-9),
+        intra=link,
+        inter=link,
+        call=call,
+    )
+
+
+def _exchange(rows: int, hidden: int, arguments: Arguments) -> None:
+    """`rows` rows to each rank, and to itself."""
+    group = arguments.group
+    splits = [rows] * group_size(group)
+    sent = torch.zeros((sum(splits), hidden), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
+    _, work = all_to_all(sent, splits, splits, group, "rates")
+    work.wait()
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """The least of some runs, after one to warm up."""
+    streams, took = accelerator(device), []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        function()
+        if streams is not None:
+            streams.synchronize(device)
+        took.append(time.perf_counter() - start)
+    return min(took[1:])
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _tell(choice: ChunkChoice) -> None:
+    if choice.num_chunks in _told or not _is_first():
+        return
+    _told.add(choice.num_chunks)
+    times = ", ".join(f"N={n} {1e3 * found.total:.2f} ms" for n, found in choice.times.items())
+    _logger.info(
+        "mindspeed_chunk: chunk_moe_auto: %d chunks, the fewest that are as fast as any; a layer's forward and "
+        "backward, from rates measured at this call: %s",
+        choice.num_chunks,
+        times,
+    )
