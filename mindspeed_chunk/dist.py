@@ -18,6 +18,8 @@ from mindspeed_chunk.observe import emit
 # torch 2.13 deprecates the old name in favour of the new one; 2.7 has only the old.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _AGREEMENT_BYTES = 2048
+# A large message takes longer over gloo than its bytes need on the wire, and a few smaller ones do not.
+GLOO_PIECE_BYTES = 2**20
 
 
 class Work(Protocol):
@@ -66,12 +68,15 @@ def all_to_all(
     group: dist.ProcessGroup | None,
     name: str,
     tail: int = 0,
+    most: int = 0,
 ) -> tuple[torch.Tensor, Work]:
     """Launch an exchange of rows: `send_splits[p]` of them to rank p, `recv_splits[p]` from it.
 
     Args:
         rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
         tail: zero rows appended to the result, behind those that arrive.
+        most: the most rows that any rank sends to another one, the same figure on every rank: over gloo, messages of
+            more than `GLOO_PIECE_BYTES` are sent in pieces then.
 
     Returns:
         The received rows `[sum(recv_splits) + tail, width]`, not to be read before the work's `wait()`, and the work.
@@ -88,10 +93,44 @@ def all_to_all(
         received[:num_received].copy_(rows)
         return received, DONE
     emit("all_to_all", name, send=tuple(send_splits), recv=tuple(recv_splits), row_bytes=row_bytes(rows))
-    work = dist.all_to_all_single(
-        received[:num_received], rows, list(recv_splits), list(send_splits), group=group, async_op=True
-    )
-    return received, work
+    arriving, send_splits, recv_splits = received[:num_received], list(send_splits), list(recv_splits)
+    pieces = -(-most * row_bytes(rows) // GLOO_PIECE_BYTES)
+    if pieces > 1 and dist.get_backend(group) == dist.Backend.GLOO:
+        return received, _exchange_in_pieces(arriving, rows, recv_splits, send_splits, pieces, group)
+    return received, dist.all_to_all_single(arriving, rows, recv_splits, send_splits, group=group, async_op=True)
+
+
+class _All:
+    """A work that is done when all of several are."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+def _exchange_in_pieces(
+    arriving: torch.Tensor,
+    rows: torch.Tensor,
+    recv_splits: list[int],
+    send_splits: list[int],
+    pieces: int,
+    group: dist.ProcessGroup | None,
+) -> Work:
+    """One exchange as several of a pair of ranks each, in the buffers of the whole: no row is copied for it."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    arrives, leaves, works = arriving.split(recv_splits), rows.split(send_splits), []
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        for here, there in zip(arrives[source].tensor_split(pieces), leaves[to].tensor_split(pieces), strict=True):
+            received, sent = [0] * size, [0] * size
+            received[source], sent[to] = here.shape[0], there.shape[0]
+            works.append(dist.all_to_all_single(here, there, received, sent, group=group, async_op=True))
+    arrives[rank].copy_(leaves[rank])
+    return _All(works)
 
 
 def row_bytes(rows: torch.Tensor) -> int:

@@ -1,5 +1,7 @@
 """Plans: what each rank derives from the gathered counts, against counting by hand."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +82,10 @@ def check_plan(rank, world_size, num_chunks):
         assert chunk.recv_splits == tuple(map(sum, chunk.groups.counts))
         assert chunk.groups.rows_per_expert == tuple(map(sum, zip(*chunk.groups.counts, strict=True)))
         assert chunk.num_sent == sum(chunk.send_splits)
+        assert chunk.most == max(
+            sum(rows(source, c, e) for e in range(peer * local, (peer + 1) * local))
+            for source, peer in itertools.permutations(range(world_size), 2)
+        )
     return [(chunk.send_splits, chunk.recv_splits) for chunk in plan]
 
 

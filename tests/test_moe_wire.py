@@ -4,13 +4,16 @@ import itertools
 import random
 import time
 import weakref
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from launcher import run_ranks
 from layer import Case, Layer, check
+from mindspeed_chunk import dist as wire
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe import executor
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
@@ -207,6 +210,35 @@ def test_a_missing_wait_is_seen():
     outcomes = run_ranks(hold_works, 2, WAIT_CASES[:1], sabotage=True, expect_failure=True)
     assert all("AssertionError" in outcome.error for outcome in outcomes if outcome.state == "raised")
     assert any(outcome.state == "raised" for outcome in outcomes)
+
+
+def in_pieces(rank, world_size, cases):
+    """All-to-alls of each case in pieces of at most two rows: the results of one message a peer, bit for bit."""
+    counted = []
+    for case in cases:
+        layer, _, dispatcher = prepared(case, rank, world_size)
+        expected = layer.fast(dispatcher, dist.group.WORLD)
+        row = case.hidden * case.dtype.itemsize
+        with mock.patch.object(wire, "GLOO_PIECE_BYTES", 2 * row), Counted() as counter:
+            got = layer.fast(dispatcher, dist.group.WORLD)
+            counted.append(counter.take())
+        assert all(torch.equal(got[name], expected[name]) for name in expected), case
+    return counted
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_messages_over_gloo_go_in_pieces_as_many_on_every_rank(ranks):
+    cases = [
+        Case(chunks=2),
+        Case(chunks=3, routing="one_rank"),
+        Case(chunks=2, tokens=(0, 9)),
+        Case(chunks=2, padded=True),
+        Case(chunks=2, keep="input"),
+    ]
+    first, *others = run_ranks(in_pieces, ranks, cases)
+    assert all(counted == first for counted in others)
+    for case, counted in zip(cases, first, strict=True):
+        assert counted["all_to_all"] > 4 * case.chunks * (ranks - 1) and counted["gather"] == 1
 
 
 def checkpointed(rank, world_size, cases):

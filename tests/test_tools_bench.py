@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from launcher import run_ranks
+from mindspeed_chunk import dist as wire
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.observe import emit, observe
 from mindspeed_chunk.tools import bench_host, bench_layer, bench_report, link, ranks
-from mindspeed_chunk.tools.bench_cases import InPieces, build, names_of, parse
+from mindspeed_chunk.tools.bench_cases import build, names_of, parse
 
 SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
 
@@ -51,7 +53,8 @@ def bytes_to_others(layer, case):
 def on_ranks(rank, world_size, options):
     """What a rank finds: bytes with and without pieces, errors of good cases, the message of a broken one, memory."""
     layer = bench_layer.Layer(options, dist.group.WORLD)
-    plain, pieces = build("rolling:1"), build("rolling:1")._replace(name="pieces", around=InPieces(512))
+    small = mock.patch.object(wire, "GLOO_PIECE_BYTES", 512)
+    plain, pieces = build("rolling:1:whole"), build("rolling:1")._replace(around=small)
     layer.run(plain), layer.run(pieces)  # the agreements
     whole, expected = bytes_to_others(layer, plain)
     cut, results = bytes_to_others(layer, pieces)
@@ -104,7 +107,7 @@ def test_residency_and_traffic_are_the_same_figures_on_all_ranks(found_on_ranks)
 def test_command_writes_what_it_prints(tmp_path):
     record, picture = tmp_path / "record.json", tmp_path / "record.png"
     drawing = ("--png", str(picture)) if importable("matplotlib") else ()
-    cases = "rolling:1,rolling:1:pieces,alltoall,rolling:2,pair:2,rolling:2:rows"
+    cases = "rolling:1:whole,rolling:1,alltoall,rolling:2,pair:2,rolling:2:rows"
     answer = bench("--repeats", "3", "--cases", cases, "--json", str(record), *drawing)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(record.read_text())
@@ -116,10 +119,10 @@ def test_command_writes_what_it_prints(tmp_path):
         assert len(case["ms"]) == 3 and min(case["ms"]) > 0
         low, high = case["quartiles_ms"]
         assert low <= case["median_ms"] <= high
-        assert list(case["ratios"]) == ["rolling:1", "rolling:1:pieces", "alltoall"]
+        assert list(case["ratios"]) == ["rolling:1:whole", "rolling:1", "alltoall"]
         assert case["largest_difference"] < 1e-4 and 0 < case["kept"] < case["peak"]
         assert case["sent_bytes"] > 0
-    assert found["cases"][0]["ratios"]["rolling:1"] == {"of_medians": 1, "low": 1, "high": 1}
+    assert found["cases"][1]["ratios"]["rolling:1"] == {"of_medians": 1, "low": 1, "high": 1}
     if drawing:
         assert picture.read_bytes()[:4] == b"\x89PNG"
 
@@ -231,9 +234,9 @@ def test_names_of_cases(monkeypatch, tmp_path):
     monkeypatch.delenv(bench_host.HOME, raising=False)
     assert parse("rolling:4") == ("rolling", 4, "activations")
     assert parse("pair:2:rows") == ("pair", 2, "rows")
-    assert parse("alltoall") is parse("rolling:1:pieces") is None
+    assert parse("alltoall") is parse("rolling:1:whole") is None
     assert names_of("rolling:2,alltoall,rolling:2") == ["rolling:2", "alltoall"]
-    assert names_of(None)[:3] == ["rolling:1", "rolling:1:pieces", "alltoall"]
+    assert names_of(None)[:3] == ["rolling:1:whole", "rolling:1", "alltoall"]
     everything = names_of("all")
     assert {"pair:8", "rolling:8:rows", "rolling:1"} <= set(everything) and "pair:1" not in everything
     with pytest.raises(bench_host.HostError, match="host:alltoall, host:allgather: set MINDSPEED_MM_HOME"):

@@ -140,15 +140,16 @@ class _Walk:
         # rows of padded tokens stand last and are not sent
         chunk.send = chunk.send[: plan.num_sent]
         chunk.received, chunk.work = all_to_all(
-            chunk.send, plan.send_splits, plan.recv_splits, self._call.group, f"D{c}"
+            chunk.send, plan.send_splits, plan.recv_splits, self._call.group, f"D{c}", most=plan.most
         )
         chunk.in_flight = True
 
     def combine(self, c: int) -> None:
         plan, chunk = self._chunk_plan(c), self._chunks[c]
         num_rows = plan.num_tokens * self._top_k  # zeros where nothing was sent
+        tail = num_rows - plan.num_sent
         chunk.received, chunk.work = all_to_all(
-            chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", tail=num_rows - plan.num_sent
+            chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", tail, plan.most
         )
         chunk.in_flight = False
 

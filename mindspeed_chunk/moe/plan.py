@@ -27,12 +27,14 @@ class ChunkPlan:
         tokens: the chunk's slice of this rank's tokens.
         send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine brings them back.
         recv_splits: rows from each rank, `[ep]`.
+        most: the most rows that any rank of the group sends to another one.
         groups: rows by source rank and local expert, `[ep][L]`.
     """
 
     tokens: slice
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
+    most: int
     groups: Groups
 
     @property
@@ -182,12 +184,15 @@ class PendingPlan:
         ep, _, num_experts = counts_RNE.shape
         local, rank = num_experts // ep, group_rank(self._group)
         here_NRL = counts_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
+        sent_NRR = counts_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
+        to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
         return tuple(
-            ChunkPlan(tokens, tuple(sent), tuple(received), Groups(tuple(map(tuple, counts)), on_device_RL))
-            for tokens, sent, received, counts, on_device_RL in zip(
+            ChunkPlan(tokens, tuple(sent), tuple(received), most, Groups(tuple(map(tuple, counts)), on_device_RL))
+            for tokens, sent, received, most, counts, on_device_RL in zip(
                 self._tokens,
-                counts_RNE[rank].unflatten(1, (ep, local)).sum(2).tolist(),
+                sent_NRR[:, rank].tolist(),
                 here_NRL.sum(2).tolist(),
+                to_others_NRR.amax((1, 2)).tolist(),
                 here_NRL.tolist(),
                 self._here_RNL.transpose(0, 1).contiguous().unbind(0),
                 strict=True,
