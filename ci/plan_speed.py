@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.dist import all_to_all, destroy
 from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.groups import Groups
@@ -118,8 +118,8 @@ def median(function, repeats=MESSAGE_REPEATS):
 
 def message_seconds(rows, hidden):
     """One all-to-all in which each rank sends `rows` rows to the other."""
-    sent, received = torch.zeros(2 * rows, hidden), torch.zeros(2 * rows, hidden)
-    return median(lambda: dist.all_to_all_single(received, sent, [rows, rows], [rows, rows]))
+    sent, splits = torch.zeros(2 * rows, hidden), [rows, rows]
+    return median(lambda: all_to_all(sent, splits, splits, dist.group.WORLD, "message", most=rows)[1].wait())
 
 
 def compute_rates(options, layer):

@@ -169,7 +169,7 @@ def _exchange(rows: int, hidden: int, arguments: Arguments) -> None:
     group = arguments.group
     splits = [rows] * group_size(group)
     sent = torch.zeros((sum(splits), hidden), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
-    _, work = all_to_all(sent, splits, splits, group, "rates")
+    _, work = all_to_all(sent, splits, splits, group, "rates", most=rows)
     work.wait()
 
 
