@@ -20,6 +20,7 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _AGREEMENT_BYTES = 2048
 # A large message takes longer over gloo than its bytes need on the wire, and a few smaller ones do not.
 GLOO_PIECE_BYTES = 2**20
+_MOST_PIECES = 16
 
 
 class Work(Protocol):
@@ -76,7 +77,7 @@ def all_to_all(
         rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
         tail: zero rows appended to the result, behind those that arrive.
         most: the most rows that any rank sends to another one, the same figure on every rank: over gloo, messages of
-            more than `GLOO_PIECE_BYTES` are sent in pieces then.
+            more than `GLOO_PIECE_BYTES` are sent in pieces then, of that size or 16.
 
     Returns:
         The received rows `[sum(recv_splits) + tail, width]`, not to be read before the work's `wait()`, and the work.
@@ -94,8 +95,8 @@ def all_to_all(
         return received, DONE
     emit("all_to_all", name, send=tuple(send_splits), recv=tuple(recv_splits), row_bytes=row_bytes(rows))
     arriving, send_splits, recv_splits = received[:num_received], list(send_splits), list(recv_splits)
-    pieces = -(-most * row_bytes(rows) // GLOO_PIECE_BYTES)
-    if pieces > 1 and dist.get_backend(group) == dist.Backend.GLOO:
+    pieces = min(_MOST_PIECES, -(-most * row_bytes(rows) // GLOO_PIECE_BYTES))
+    if pieces > 1 and rows.device.type == "cpu" and "gloo" in dist.get_backend(group):
         return received, _exchange_in_pieces(arriving, rows, recv_splits, send_splits, pieces, group)
     return received, dist.all_to_all_single(arriving, rows, recv_splits, send_splits, group=group, async_op=True)
 

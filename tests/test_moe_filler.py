@@ -1,6 +1,8 @@
 """What fills the ends of a layer call: it runs while the first rows travel and, differentiated, while the last do."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -144,6 +146,29 @@ def fail_once(rank, world_size):
 
 def test_after_a_failure_in_the_filler_the_next_call_runs():
     assert run_ranks(fail_once, 2) == ["the shared expert failed"] * 2
+
+
+def test_a_backward_leaves_nothing_alive_where_nobody_comes_for_its_last_rows():
+    layer = Layer(Case(chunks=3, frozen=("x", "weight")))
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    with Filler(lambda: layer.x):
+        out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
+    grad = layer.grad.clone()
+    kept = weakref.ref(grad)
+    out.backward(grad)
+    del grad
+    gc.collect()
+    assert kept() is None and out.grad_fn.opened._walk is None
+
+
+def test_a_failure_is_raised_again_where_the_result_is_asked_for():
+    def fail():
+        raise RuntimeError("the shared expert failed")
+
+    filler = Filler(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the shared expert failed"):
+            filler.result()
 
 
 def experts_gradients_alone(rank, world_size):

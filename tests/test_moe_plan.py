@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from mindspeed_chunk.moe.plan import (
+    Cut,
     PendingPlan,
     agree_num_chunks,
-    chunk_slices,
     count_keys,
     num_counts,
     route,
@@ -29,8 +29,23 @@ from mindspeed_chunk.ops import cpu
         (5, 2, 5, [(0, 2), (2, 4), (4, 5), (5, 5), (5, 5)]),
     ],
 )
-def test_chunks_are_contiguous_slices_of_at_most_the_size(tokens, size, chunks, expected):
-    assert [(s.start, s.stop) for s in chunk_slices(tokens, size, chunks)] == expected
+def test_chunks_of_a_size_are_contiguous_slices_of_at_most_it(tokens, size, chunks, expected):
+    assert [(s.start, s.stop) for s in Cut(tokens, chunks, size).slices] == expected
+
+
+def test_chunks_of_a_number_are_equal_up_to_one_token():
+    assert [(s.start, s.stop) for s in Cut(11, 4).slices] == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    for tokens, chunks in itertools.product(range(40), (1, 2, 3, 4, 7, 16)):
+        sizes = [s.stop - s.start for s in Cut(tokens, chunks).slices]
+        assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
+        finer = Cut(tokens, 3 * chunks).slices
+        assert [s.start for s in finer[::3]] == [s.start for s in Cut(tokens, chunks).slices]
+
+
+def test_every_token_is_counted_in_its_own_chunk():
+    for cut in (Cut(11, 4), Cut(3, 8), Cut(64, 5), Cut(11, 4, 3), Cut(5, 5, 2), Cut(0, 3)):
+        expected = [c for c, part in enumerate(cut.slices) for _ in range(part.start, part.stop)]
+        assert cut.chunk_of(torch.arange(cut.num_tokens)).tolist() == expected
 
 
 def test_route_marks_what_is_out_of_range_and_what_is_padding():
@@ -41,11 +56,11 @@ def test_route_marks_what_is_out_of_range_and_what_is_padding():
 
 def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
     route_TK = route(index_TK, num_experts, pad_T)
-    tokens = chunk_slices(len(index_TK), -(-len(index_TK) // num_chunks), num_chunks)
-    counts = cpu.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
+    cut = Cut(len(index_TK), num_chunks)
+    counts = cpu.count(count_keys(route_TK, cut, num_experts), num_counts(num_chunks, num_experts))
     assert counts.dtype == torch.int64
     none = counts.new_zeros(1)
-    return PendingPlan(counts, tokens, num_experts, none, word, group, on_disagreement, on_rerouted=None)
+    return PendingPlan(counts, cut.slices, num_experts, none, word, group, on_disagreement, on_rerouted=None)
 
 
 def inputs_of(rank, tokens, num_experts, top_k):
@@ -68,8 +83,7 @@ def check_plan(rank, world_size, num_chunks):
 
     def rows(source, chunk, expert):
         index, pad = everybody[source]
-        size = -(-tokens[source] // num_chunks)
-        part = slice(chunk * size, (chunk + 1) * size)
+        part = slice(*(-(-c * tokens[source] // num_chunks) for c in (chunk, chunk + 1)))
         return int((index[part][~pad[part]] == expert).sum())
 
     for c, chunk in enumerate(plan):

@@ -63,8 +63,12 @@ class NumChunks:
             counts_RSE: rows by source rank, slice and expert, on the host and the same on every rank.
         """
         if self.settled is None:
+            if not torch.is_grad_enabled() or not counts_RSE.any():
+                return 1  # an evaluation, or nothing to send, says nothing of a training step
             choice = _choose(counts_RSE, arguments, ops, self._config)
-            self.settled = choice.num_chunks
+            # equal already, unless what the ranks were configured with differs
+            agreed = all_reduce_max(torch.tensor([choice.num_chunks]).to(arguments.x_TH.device), arguments.group, "N")
+            self.settled = int(HostCopy(agreed, "N").wait().item())
             _tell(choice)
         num_chunks, most = self.settled, self._config.chunk_moe_max_rows
         if most:
@@ -93,7 +97,7 @@ def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
     return counts_RSE.unflatten(1, (num_chunks, -1)).unflatten(3, (ranks, -1)).sum(dim=(0, 2, 4))
 
 
-def rows_of(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[ChunkRows]:
+def busiest_rows(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[ChunkRows]:
     """What the busiest rank of each chunk has to do."""
     per_expert_NE = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(0, 2))
     sent_N = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(2, 3)).amax(0).tolist()
@@ -122,7 +126,7 @@ def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType, con
         schedule=config.chunk_moe_schedule,
         keep=config.keep,
         dtype=str(dtype),
-        rows_of=lambda n: rows_of(counts_RSE, n, top_k),
+        rows_of=lambda n: busiest_rows(counts_RSE, n, top_k),
     )
 
 

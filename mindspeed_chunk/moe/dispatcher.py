@@ -23,7 +23,7 @@ from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
-from mindspeed_chunk.moe.plan import PendingPlan, agree_num_chunks, chunk_slices, count_keys, num_counts, route
+from mindspeed_chunk.moe.plan import Cut, PendingPlan, agree_num_chunks, count_keys, num_counts, route
 from mindspeed_chunk.moe.replay import recall, reroute, write_down
 from mindspeed_chunk.observe import emit
 
@@ -126,19 +126,18 @@ class ChunkMoEDispatcher(Dispatcher):
         by_counts = not by_size and self._num_chunks.may_change
         if by_size:
             chunk_size = self.config.moe_chunk_size
-            num_chunks = agree_num_chunks(num_tokens, chunk_size, group, device)
+            cut = Cut(num_tokens, agree_num_chunks(num_tokens, chunk_size, group, device), chunk_size)
         else:
-            num_chunks = self._num_chunks.slices
-            chunk_size = -(-num_tokens // num_chunks)
-        tokens = chunk_slices(num_tokens, chunk_size, num_chunks)
+            cut = Cut(num_tokens, self._num_chunks.slices)
+        tokens = cut.slices
         if error:
             route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
-            counts = torch.zeros(num_counts(num_chunks, num_experts), dtype=torch.int64, device=device)
+            counts = torch.zeros(num_counts(len(tokens), num_experts), dtype=torch.int64, device=device)
         else:
             route_TK = route(arguments.selected_experts, num_experts, arguments.pad_T())
             word = zlib.crc32(repr(settings).encode())
             back_end = ops.resolve(self.config.chunk_moe_backend, device)
-            counts = back_end.count(count_keys(route_TK, tokens, num_experts), num_counts(num_chunks, num_experts))
+            counts = back_end.count(count_keys(route_TK, cut, num_experts), num_counts(len(tokens), num_experts))
         rerouted, self._rerouted = self._rerouted, None
         pending = PendingPlan(
             counts,
@@ -181,7 +180,11 @@ class ChunkMoEDispatcher(Dispatcher):
         )
         opened = Opened(call, pending)
         token = Open.apply(opened, arguments.x_TH, route_TK, arguments.weight_TK())
-        opened.filled = run_filler()
+        try:
+            opened.filled = run_filler()
+        except BaseException:  # a checkpoint's early stop is one, too
+            opened.abandon()
+            raise
         out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:

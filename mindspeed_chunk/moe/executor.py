@@ -122,6 +122,10 @@ class _Walk:
         rest, self._rest = self._rest, ()
         self._run(rest)
 
+    def abandon(self) -> None:
+        for chunk in self._chunks:
+            chunk.arrived()
+
     def _run(self, actions: Schedule) -> None:
         for action in actions:
             with _profiled(action):
@@ -147,9 +151,9 @@ class _Walk:
     def combine(self, c: int) -> None:
         plan, chunk = self._chunk_plan(c), self._chunks[c]
         num_rows = plan.num_tokens * self._top_k  # zeros where nothing was sent
-        tail = num_rows - plan.num_sent
+        not_sent = num_rows - plan.num_sent
         chunk.received, chunk.work = all_to_all(
-            chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", tail, plan.most
+            chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", not_sent, plan.most
         )
         chunk.in_flight = False
 
@@ -216,7 +220,7 @@ class Backward(_Walk):
         super().__init__(call, plan, weight_TK.shape[1], backward=True)
         needs, self._grad_TH, self._weight_TK, self._x_TH = call.needs, grad_TH, weight_TK, x_TH
         self._orders, self._kept = saved[: len(call.tokens)], saved[len(call.tokens) :]
-        self._hidden = grad_TH.shape[1]
+        self._shape, self._hidden = grad_TH.shape, grad_TH.shape[1]
         self._out_hidden = self._hidden * (1 if x_TH is None else 2)
         self._back_hidden = self._hidden if needs.rows else 0
         self._experts = call.experts(fc1, fc2)
@@ -282,16 +286,17 @@ class Backward(_Walk):
         if self._call.needs.rows:
             grad_TW = self._call.ops.permute_backward(received_RW, order_R, self._top_k)
             if self.x_grad_TH is None:
-                self.x_grad_TH = grad_TW.new_empty(self._grad_TH.shape)
+                self.x_grad_TH = grad_TW.new_empty(self._shape)
             self.x_grad_TH[tokens] = grad_TW[:, : self._hidden]
         if self.weight_grad_TK is not None:
             weight_grad_R = tail(received_RW, self._back_hidden, self._weight_TK.dtype)
             self._call.ops.rows_of_backward(weight_grad_R, order_R, self.weight_grad_TK[tokens])
 
-    def drop_experts(self) -> None:
+    def keep_what_is_left(self) -> None:
         """Let go of all that the last unpermutes do not read, weights and their gradients first of all."""
         self._experts = self.fc1_total = self.fc2_total = self._fc1_total_LHF = self._fc2_total_LIH = None
-        self._kept = self.activation_totals = self._x_TH = ()
+        self._kept = self.activation_totals = ()
+        self._x_TH = self._grad_TH = None
 
     def _kept_of(self, c: int, packed_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows at the experts, and fc1's output if it was kept."""

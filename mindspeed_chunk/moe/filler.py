@@ -38,10 +38,11 @@ class Filler:
 
     def run(self) -> bool:
         """Compute, unless that is done. True if it was not."""
-        compute, self._compute = self._compute, None
-        if compute is not None:
-            self._result = compute()
-        return compute is not None
+        if self._compute is None:
+            return False
+        self._result = self._compute()
+        self._compute = None
+        return True
 
     def result(self) -> torch.Tensor:
         self.run()

@@ -31,12 +31,16 @@ class Opened:
         self.call, self.plan, self.filled = call, plan, False
         self._walk: Forward | Backward | None = None
 
-    def leave(self, walk: Forward | Backward) -> None:
+    def hand_over(self, walk: Forward | Backward) -> None:
         self._walk = walk
 
-    def take(self) -> Forward | Backward:
+    def take_over(self) -> Forward | Backward:
         walk, self._walk = self._walk, None
         return walk
+
+    def abandon(self) -> None:
+        """The call will not be closed: let the rows on the wire arrive before their buffers go."""
+        self.take_over().abandon()
 
 
 class Open(torch.autograd.Function):
@@ -51,13 +55,13 @@ class Open(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             walk = Forward(opened.call, opened.plan, x_TH, route_TK, weight_TK)
             walk.start()
-        opened.leave(walk)
+        opened.hand_over(walk)
         return weight_TK.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, token_grad):
-        walk = ctx.opened.take()
+        walk = ctx.opened.take_over()
         with torch.autocast(token_grad.device.type, enabled=False):
             walk.finish()
         return None, walk.x_grad_TH, None, walk.weight_grad_TK
@@ -72,7 +76,7 @@ class Close(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
-        call, walk = opened.call, opened.take()
+        call, walk = opened.call, opened.take_over()
         with torch.autocast(fc1.device.type, enabled=False):
             walk.finish_with(call.experts(fc1, fc2))
         ctx.opened = opened
@@ -98,6 +102,7 @@ class Close(torch.autograd.Function):
             for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
         ]
         activation_grads = walk.activation_totals
-        walk.drop_experts()
-        opened.leave(walk)
+        if opened.call.needs.input:  # otherwise nobody comes for it
+            walk.keep_what_is_left()
+            opened.hand_over(walk)
         return None, weight_TK.new_empty(0), *weight_grads, *activation_grads

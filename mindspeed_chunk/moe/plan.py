@@ -46,10 +46,31 @@ class ChunkPlan:
         return sum(self.send_splits)
 
 
-def chunk_slices(num_tokens: int, chunk_size: int, num_chunks: int) -> tuple[slice, ...]:
-    """`num_chunks` contiguous slices of at most `chunk_size` tokens; the last ones may be short or empty."""
-    starts = [min(c * chunk_size, num_tokens) for c in range(num_chunks + 1)]
-    return tuple(map(slice, starts[:-1], starts[1:]))
+@dataclass(frozen=True)
+class Cut:
+    """How the tokens of a call are cut into contiguous chunks.
+
+    Without a size they are equal up to one token, and each is the union of the chunks of a cut into a multiple of their
+    number; with one, the last chunks may be short or empty.
+    """
+
+    num_tokens: int
+    num_chunks: int
+    chunk_size: int = 0
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        if self.chunk_size:
+            starts = [min(c * self.chunk_size, self.num_tokens) for c in range(self.num_chunks + 1)]
+        else:
+            starts = [-(-c * self.num_tokens // self.num_chunks) for c in range(self.num_chunks + 1)]
+        return tuple(map(slice, starts[:-1], starts[1:]))
+
+    def chunk_of(self, token_T: torch.Tensor) -> torch.Tensor:
+        """The chunk of each token, by divisions: nothing is read off the device, or copied to it."""
+        if self.chunk_size:
+            return token_T // self.chunk_size
+        return token_T * self.num_chunks // max(1, self.num_tokens)
 
 
 def agree_num_chunks(num_tokens: int, chunk_size: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
@@ -79,10 +100,9 @@ def num_counts(num_chunks: int, num_experts: int) -> int:
     return num_chunks * (num_experts + _EXTRA_COLUMNS)
 
 
-def count_keys(route_TK: torch.Tensor, tokens: tuple[slice, ...], num_experts: int) -> torch.Tensor:
+def count_keys(route_TK: torch.Tensor, cut: Cut, num_experts: int) -> torch.Tensor:
     """Which of the `num_counts` counts each (token, k) pair belongs to, `[T, K]`."""
-    # chunks are of one size but for the end: a division, where repeat_interleave would read its size off the device
-    chunk_T = torch.arange(route_TK.shape[0], device=route_TK.device) // max(1, tokens[0].stop)
+    chunk_T = cut.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
 

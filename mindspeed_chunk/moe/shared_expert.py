@@ -17,8 +17,8 @@ from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 
 _CHILDREN = {"gate", "experts", "shared_expert", "shared_expert_gate"}
-# all that the forward of such a block names beside its variables, in every version that is known
-_NAMES = _CHILDREN | {"shape", "view", "F", "sigmoid", "reshape"}
+# all that the forward of such a block names beside its variables, in its order, in every version that is known
+_NAMES = tuple("shape view shared_expert gate experts F sigmoid shared_expert_gate reshape".split())
 _PATH = "parallel.ep_plan.chunk_moe_overlap_shared_expert"
 
 
@@ -44,10 +44,11 @@ def _problem(block: nn.Module) -> str | None:
     if "forward" in vars(block):
         return "its forward has been replaced"
     forward = inspect.unwrap(type(block).forward)
-    names = set(forward.__code__.co_names)
-    if names != _NAMES:
-        return f"its forward is not the known one: it differs in {', '.join(sorted(names ^ _NAMES))}"
-    return None
+    names = forward.__code__.co_names
+    if names == _NAMES:
+        return None
+    differing = sorted(set(names) ^ set(_NAMES)) or ["the order of its operations"]
+    return f"its forward is not the known one: it differs in {', '.join(differing)}"
 
 
 def _forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
