@@ -65,6 +65,7 @@ RUNS = {
     "recompute of experts": (chunkmoe(chunk_moe_recompute="true"), "alltoall"),
     "input kept alone": (chunkmoe(chunk_moe_keep="input"), "alltoall"),
     "shared expert overlapped": (chunkmoe(chunk_moe_overlap_shared_expert="true"), "alltoall"),
+    "number of chunks chosen": (chunkmoe(0, chunk_moe_auto="true"), "alltoall"),
     "two chunks ahead": (chunkmoe(chunk_moe_lookahead=2), "alltoall"),
     "unread output of recomputes skipped": (chunkmoe(chunk_moe_skip_unread="true"), "alltoall"),
     "alltoall, no balance": (PLAIN + LINEAR, None),
