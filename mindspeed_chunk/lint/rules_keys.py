@@ -12,6 +12,7 @@ from mindspeed_chunk.lint.rule import ERROR, WARNING, Problem, Rule, Subject
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME
 
 _NEAR = 0.8  # difflib's ratio; nearer than any two different keys of one section that stand in stock yamls
+_SLIPS = 2  # letters that --fix corrects
 # "eager" and "fused" are those of MindSpeed-MM 26.0
 DISPATCHERS = ("alltoall", "allgather", "mc2", NAME, "eager", "fused")
 
@@ -40,10 +41,21 @@ def nearest(key: str, known: Collection[str]) -> list[str]:
 
 
 def respelt(path: str, known: Collection[str], present: Collection[str]) -> tuple[Rename, ...]:
-    """The correction of an unknown key at the path, in a section where `present` stand."""
+    """The correction of an unknown key at the path, in a section where `present` stand, if one is plain."""
     key = path.rpartition(".")[2]
     near = [] if key in known else nearest(key, known)
-    return tuple(Rename(path, name) for name in near if len(near) == 1 and name not in present)
+    plain = len(near) == 1 and near[0] not in present and letters_apart(key, near[0]) <= _SLIPS
+    return (Rename(path, near[0]),) if plain else ()
+
+
+def letters_apart(one: str, other: str) -> int:
+    """Letters to put in, to leave out or to change, at the least, to make one word of the other."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        last, row = row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(row[-1] + 1, last[j] + 1, last[j - 1] + (letter != wanted)))
+    return row[-1]
 
 
 def misspelt(subject: Subject) -> Iterator[Problem]:
@@ -78,7 +90,7 @@ def dispatcher(subject: Subject) -> Iterator[Problem]:
 
 
 RULES = (
-    Rule("misspelt-key", WARNING, "A key is unknown and one letter or two from one that is known.", misspelt),
+    Rule("misspelt-key", WARNING, "A key is unknown and near to one that is known.", misspelt),
     Rule("misplaced-key", WARNING, "A key of Chunk MoE or ChunkMBS stands in a section where nobody reads it.",
          misplaced),
     Rule("dispatcher-name", ERROR, "`parallel.ep_plan.dispatcher` names no dispatcher.", dispatcher),
