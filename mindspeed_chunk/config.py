@@ -210,8 +210,8 @@ def _check_mbs(name, value, path):
         if not _is_integer(value, 1):
             raise ConfigError.about(path, value, "must be an integer >= 1", "give the samples of one micro-chunk")
     elif name == "batch_dim":
-        if not _is_integer(value, 0):
-            raise ConfigError.about(path, value, "must be an integer >= 0", "write 0 for [B, S, H], 1 for [S, B, H]")
+        if not _is_integer(value, 0) or value > 1:
+            raise ConfigError.about(path, value, "must be 0 or 1", "write 0 for [B, S, H], 1 for [S, B, H]")
     elif name == "chunk_infer":
         if not isinstance(value, bool):
             raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")

@@ -6,6 +6,7 @@ from lint_cases import CLEAN, EXAMPLE, ROOT, WORLD, spoilt
 from mindspeed_chunk import lint
 from mindspeed_chunk.lint import report
 from mindspeed_chunk.lint.document import Document
+from mindspeed_chunk.lint.rules_keys import letters_apart
 
 MOE, MBS = "parallel.ep_plan", "features.chunkmbs_plan"
 CHUNKS, LAYERS = "moe_num_chunks: 4", "model.language_model.layers"
@@ -47,15 +48,29 @@ SEEDS = {
                        [("expert_parallel_size: 2", "expert_parallel_size: 3")]),
     "EP 0": ("ep-size", "parallel.expert_parallel_size", ">= 1",
              [("expert_parallel_size: 2", "expert_parallel_size: 0")]),
+    "auto and a number": ("chunk-moe-settings", f"{MOE}.moe_num_chunks", "contradicts chunk_moe_auto: true",
+                          [(CHUNKS, "moe_num_chunks: 2\n    chunk_moe_auto: true\n    chunk_moe_keep: rows")]),
+    "auto and a size": ("chunk-moe-settings", f"{MOE}.moe_chunk_size", "contradicts chunk_moe_auto: true",
+                        [(CHUNKS, "chunk_moe_auto: true\n    moe_chunk_size: 64")]),
+    "pair and look-ahead": ("chunk-moe-settings", f"{MOE}.chunk_moe_lookahead", "with chunk_moe_schedule: pair",
+                            [add(CHUNKS, "    chunk_moe_schedule: pair", "    chunk_moe_lookahead: 2")]),
+    "most rows and a size": ("chunk-moe-settings", f"{MOE}.chunk_moe_max_rows", "no meaning with moe_chunk_size",
+                             [(CHUNKS, "chunk_moe_max_rows: 9\n    moe_chunk_size: 512")]),
+    "misspelt look-ahead": ("chunk-moe-settings", f"{MOE}.chunk_moe_look_ahead", "nearest one is chunk_moe_lookahead",
+                            [add(CHUNKS, "    chunk_moe_look_ahead: 2")]),
+    "rows below 0": ("chunk-moe-settings", f"{MOE}.chunk_moe_max_rows", "must be an integer >= 0",
+                     [add(CHUNKS, "    chunk_moe_max_rows: -1")]),
     "EP 1": ("chunk-moe-off", "parallel.expert_parallel_size", "no effect",
              [("expert_parallel_size: 2", "expert_parallel_size: 1")]),
-    "EP and nodes": ("ep-crosses-nodes", "parallel.expert_parallel_size", "a node of 8",
+    "EP and nodes": ("ep-crosses-nodes", "parallel.expert_parallel_size", "size of the fast domain",
                      [("expert_parallel_size: 2", "expert_parallel_size: 16")]),
     "unused keys": ("chunk-keys-unused", f"{MOE}.moe_num_chunks", "set it to chunkmoe",
                     [(DISPATCHER, "dispatcher: alltoall")]),
     "both sizes": ("both-sizes", f"{MOE}.moe_chunk_size", "both set", [add(CHUNKS, "    moe_chunk_size: 512")]),
     "two chunks": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "the peak stays",
                    [(CHUNKS, "moe_num_chunks: 2\n    chunk_moe_recompute: true")]),
+    "look-ahead for memory": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "and 4 chunks are resident at once",
+                              [add(CHUNKS, "    chunk_moe_keep: rows", "    chunk_moe_lookahead: 3")]),
     "skip unread": ("skip-unread-unused", f"{MOE}.chunk_moe_skip_unread", "acts in the recompute",
                     [add(CHUNKS, "    chunk_moe_skip_unread: true"), ("  recompute: true", "  recompute: false")]),
     "few rows": ("few-rows", f"{MOE}.moe_num_chunks", "at most 96 rows", [(CHUNKS, "moe_num_chunks: 8")]),
@@ -69,6 +84,24 @@ SEEDS = {
     "misspelt switch": ("misspelt-key", "features.enable_chunk_mb", "is enable_chunk_mbs",
                         [("enable_chunk_mbs:", "enable_chunk_mb:")]),
     "misspelt section": ("misspelt-key", "feature", "is features", [("features:", "feature:")]),
+    "misspelt steps": ("misspelt-key", "training.gradient_acumulation_steps", "is gradient_accumulation_steps",
+                       [("gradient_accumulation_steps: 1", "gradient_acumulation_steps: 4")]),
+    "misspelt batch": ("misspelt-key", "training.micro_batchsize", "is micro_batch_size",
+                       [("micro_batch_size:", "micro_batchsize:")]),
+    "misspelt iterations": ("misspelt-key", "training.train_iter", "is train_iters",
+                            [add("training:", "  train_iter: 9")]),
+    "misspelt last batch": ("misspelt-key", "data.dataloader_param.droplast", "is drop_last",
+                            [("drop_last:", "droplast:")]),
+    "misspelt length": ("misspelt-key", "data.dataset_param.basic_parameters.cutof_len", "is cutoff_len",
+                        [("cutoff_len:", "cutof_len:")]),
+    "misspelt parameters": ("misspelt-key", "data.dataset_param.basic_parameter", "is basic_parameters",
+                            [("basic_parameters:", "basic_parameter:")]),
+    "misspelt model": ("misspelt-key", "model.model_name_or_pth", "is model_name_or_path",
+                       [("model_name_or_path:", "model_name_or_pth:")]),
+    "misspelt loss": ("misspelt-key", "features.loss_cfg.router_aux_loss_ofload", "is router_aux_loss_offload",
+                      [("router_aux_loss_offload:", "router_aux_loss_ofload:")]),
+    "misspelt LoRA": ("misspelt-key", "training.lora.target_module", "is target_modules",
+                      [add("training:", "  lora: {enable: true, target_module: [q_proj]}")]),
     "misplaced chunks": ("misplaced-key", "parallel.moe_num_chunks", f"belongs under {MOE}",
                          [(f"    {CHUNKS}\n", f"  {CHUNKS}\n")]),
     "misplaced plan": ("misplaced-key", "parallel.enable_chunk_mbs", "belongs under features",
@@ -112,6 +145,8 @@ SEEDS = {
                           [add("training:", "  val_micro_batch_size: 3")]),
     "last batch": ("chunk-mbs-last-batch", "data.dataloader_param.drop_last", "equally many",
                    [("drop_last: true", "drop_last: false")]),
+    "batch dimension": ("chunk-mbs-settings", f"{MBS}.batch_dim", "must be 0 or 1",
+                        [add("    chunk_mbs: 2", "    batch_dim: 2")]),
     "wildcard": ("wildcard", "parallel.fsdp_plan.apply_modules", "{a} is no wildcard",
                  [("- lm_head", "- lm_head.{a}")]),
     "no such module": ("unmatched-name", "parallel.fsdp_plan.apply_modules", "nearest one is lm_head",
@@ -157,6 +192,88 @@ def test_one_mistake_is_told_once():
     """A wildcard that cannot be read stands in the way of other rules, too."""
     text = spoilt((f"hook_modules:\n      - {LAYERS}.{{*}}", f"hook_modules:\n      - {LAYERS}.{{x}}"))
     assert [finding.rule for finding in find(text)] == ["wildcard"]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [
+        ("micro_batch_size: 4", "training.micro_batch_size"),
+        ("gradient_accumulation_steps: 1", "training.gradient_accumulation_steps"),
+        ("ulysses_parallel_size: 1", "parallel.ulysses_parallel_size"),
+        ("expert_parallel_size: 2", "parallel.expert_parallel_size"),
+        ("chunk_mbs: 2", f"{MBS}.chunk_mbs"),
+    ],
+)
+def test_a_value_below_1_is_one_error_and_nothing_that_follows_from_it(setting, path, value):
+    key = setting.partition(":")[0]
+    plain = [add("training:", "  global_batch_size: 16"), (setting, f"{key}: {value}")]
+    without = [*plain, ("  enable_chunk_mbs: true", "  enable_chunk_mbs: false")]
+    for changes in (plain,) if key == "chunk_mbs" else (plain, without):
+        assert [(finding.severity, finding.path) for finding in find(spoilt(*changes))] == [("error", path)]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_micro_batch_below_1_says_nothing_of_accumulation(steps):
+    text = spoilt(
+        ("micro_batch_size: 4", "micro_batch_size: 0"),
+        ("accumulation_steps: 1", f"accumulation_steps: {steps}"),
+        ("  enable_chunk_mbs: true", "  enable_chunk_mbs: false"),
+    )
+    assert [finding.rule for finding in find(text)] == ["positive-size"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "chunk_moe_auto: true\n    chunk_moe_keep: rows",
+        "chunk_moe_auto: true\n    chunk_moe_max_rows: 64\n    chunk_moe_lookahead: 2",
+        "moe_num_chunks: 4\n    chunk_moe_max_rows: 64\n    chunk_moe_overlap_shared_expert: true",
+        "moe_num_chunks: 4\n    chunk_moe_keep: rows\n    chunk_moe_lookahead: 2",
+    ],
+)
+def test_chunks_that_are_chosen_or_ahead_are_right(keys):
+    assert find(spoilt((CHUNKS, keys))) == []
+
+
+def test_contradictions_of_an_automatic_number_are_all_that_is_told():
+    keys = "moe_num_chunks: 2\n    moe_chunk_size: 8\n    chunk_moe_auto: true\n    chunk_moe_keep: input"
+    assert [(finding.rule, finding.path) for finding in find(spoilt((CHUNKS, keys)))] == [
+        ("chunk-moe-settings", f"{MOE}.moe_num_chunks"), ("chunk-moe-settings", f"{MOE}.moe_chunk_size"),
+    ]  # fmt: skip
+
+
+def test_keys_of_models_and_data_sets_are_left_alone():
+    more = "  num_layers: 3\n  mtp_layers: 1\n  attn_implementations: x\n"
+    assert (
+        find(spoilt(("model:\n", f"model:\n{more}"), ("  dataset_param:\n", "  dataset_param:\n    attrs: 1\n"))) == []
+    )
+
+
+def test_a_key_near_to_two_is_told_with_both_and_not_corrected():
+    (found,) = find(spoilt(add("training:", "  adam_beta: 0.9")))
+    assert found.message.endswith("the nearest ones are adam_beta2, adam_beta1") and found.edits == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "letters", "corrected"), [("grad_accumulation_steps", 4, False), ("gradient_acumulation_step", 2, True)]
+)
+def test_a_key_that_is_further_than_two_letters_is_told_and_not_corrected(key, letters, corrected):
+    assert letters_apart(key, "gradient_accumulation_steps") == letters
+    (found,) = find(spoilt(("gradient_accumulation_steps:", f"{key}:")))
+    assert "nearest one is gradient_accumulation_steps" in found.message and bool(found.edits) == corrected
+
+
+@pytest.mark.parametrize("name", ["two chunks", "look-ahead for memory", "skip unread", "EP and nodes"])
+def test_what_has_several_right_answers_is_not_corrected(name):
+    rule, _, _, changes = SEEDS[name]
+    assert [finding.edits for finding in find(spoilt(*changes)) if finding.rule == rule] == [()]
+
+
+def test_a_fast_domain_larger_than_a_node_is_no_warning():
+    text = spoilt(("expert_parallel_size: 2", "expert_parallel_size: 16"))
+    found = lint.check(Document(text, str(EXAMPLE / "seeded.yaml")), 16, devices_per_node=16)
+    assert "ep-crosses-nodes" not in {finding.rule for finding in found}
 
 
 def test_every_rule_has_a_seed():

@@ -303,7 +303,7 @@ READING = {
     "nested, hooked": ({}, {"apply_modules": NESTED, "hook_modules": ["layers.{*}"]}, {}, None),
     "nested, hooked further out": ({}, {"apply_modules": NESTED, "hook_modules": ["layers"]}, {}, None),
     "chunk_mbs": ({"chunk_mbs": 0}, {}, {}, [f"{PLAN}.chunk_mbs: 0: must be an integer >= 1"]),
-    "batch_dim": ({"batch_dim": -1}, {}, {}, [f"{PLAN}.batch_dim: -1: must be an integer >= 0"]),
+    "batch_dim": ({"batch_dim": 2}, {}, {}, [f"{PLAN}.batch_dim: 2: must be 0 or 1"]),
     "misspelt": ({"chunk_kwargs_names": []}, {}, {}, [f"{PLAN}.chunk_kwargs_names: []: unknown", "chunk_kwarg_names"]),
     "no blocks": ({"apply_modules": []}, {}, {}, [f"{PLAN}.apply_modules: []: ", "needs the names of the blocks"]),
     "nothing cut": (

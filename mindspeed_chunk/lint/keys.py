@@ -73,6 +73,11 @@ def exact(kind: type) -> Convert:
     return convert
 
 
+def _also(names: str) -> dict[str, Convert]:
+    """Keys that no rule reads."""
+    return dict.fromkeys(names.split(), anything)
+
+
 _WORDS = {int: "an integer", bool: "a boolean, true or false without quotes", str: "text"}
 _OF_HOST = {int: integer, bool: flag, str: text, tuple[str, ...]: names, tuple[int, ...]: integers}
 _MOE = {name: exact(kind) for name, kind in typing.get_type_hints(ChunkMoEConfig).items()}
@@ -115,10 +120,26 @@ SECTIONS = {
     "model": {
         "model_name_or_path": optional(text),
         "activation_offload_plan": {"apply_modules": optional(names)},
+        **_also("model_id trust_remote_code attn_implementation freeze mtp_num_layers mtp_loss_scaling_factor"),
+        **_also("loss_cfg enable_chunk_loss chunkloss_plan"),  # 26.0
     },
     "data": {
-        "dataset_param": {"basic_parameters": {"cutoff_len": optional(integer)}},
-        "dataloader_param": {"drop_last": optional(flag)},
+        "dataset_param": {
+            "basic_parameters": {
+                "cutoff_len": optional(integer),
+                **_also("cache_dir template chat_template enable_thinking dataset_dir dataset train_on_prompt"),
+                **_also("mask_history streaming overwrite_cache preprocessing_batch_size preprocessing_num_workers"),
+                **_also("max_samples tool_format val_dataset val_max_samples val_rate packing neat_packing"),
+                **_also("preprocess_on_fly async_preprocess async_preprocess_buffer_size stage"),
+            },
+            **_also("dataset_type preprocess_parameters attr"),
+        },
+        "dataloader_param": {
+            "drop_last": optional(flag),
+            **_also("dataloader_mode sampler_type shuffle pin_memory collate_param num_workers enable_preload"),
+            **_also("prefetch_factor"),  # in stock yamls
+        },
+        **_also("val_dataset_param"),
     },
     "features": {
         "recompute": optional(flag),
@@ -139,8 +160,26 @@ SECTIONS = {
         "val_micro_batch_size": optional(integer),
         "gradient_accumulation_steps": optional(integer),
         "global_batch_size": optional(integer),
-        "quantization_plan": {"recipe_name": text},
-        "lora": {"enable": flag, "target_modules": names},
+        "quantization_plan": {
+            "recipe_name": text,
+            **_also("apply_modules ignored_modules quant_converters extra_args"),
+            **_also("enable_fsdp_low_precision_all_gather fsdp_low_precision_all_gather_mode"),
+        },
+        "lora": {
+            "enable": flag,
+            "target_modules": names,
+            **_also("rank alpha dropout init_lora_weights pretrained_lora_path lora_target_modules_support"),
+            **_also("disable_peft_moe_conversion save_mode"),
+        },
+        **_also("profile plugin seed train_iters train_epochs max_steps enable_full_determinism use_deter_comp"),
+        **_also("lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio lr_scaling_plan weight_decay"),
+        **_also("no_decay_modules no_decay_params optimizer adam_fused adam_beta1 adam_beta2 adam_eps"),
+        **_also("matched_adamw_rms muon_momentum ns_steps mem_fraction_static clip_grad clip_grad_foreach"),
+        **_also("ckpt_manager save save_async save_ckpt_dtype save_format save_interval save_steps"),
+        **_also("load load_checkpoint_path load_format load_strict load_rank0_and_broadcast"),
+        **_also("no_load_optim no_load_rng no_save_optim no_save_rng log_interval val_interval manual_gc_interval"),
+        **_also("init_model_with_meta_device allow_hf32"),
+        **_also("validate_interval clip_norm_type max_epochs resume scheduler scheduler_conf"),  # in stock yamls
     },
     "tools": anything,
 }
@@ -156,8 +195,14 @@ HOMES = {
 }
 del HOMES["apply_modules"]  # every plan has one
 # Sections in which every key of the host is named above, or none is near to another.
-SPELT = ("", "parallel", "parallel.fsdp_plan", "parallel.ep_plan", "features", "features.chunkmbs_plan",
-         "features.recompute_plan", "features.activation_offload_plan")  # fmt: skip
+SPELT = (
+    "", "parallel", "parallel.fsdp_plan", "parallel.ep_plan", "parallel.recompute_plan", "features",
+    "features.chunkmbs_plan", "features.recompute_plan", "features.activation_offload_plan", "features.loss_cfg",
+    "model.activation_offload_plan", "data", "data.dataset_param.basic_parameters", "data.dataloader_param",
+    "training", "training.quantization_plan", "training.lora",
+)  # fmt: skip
+# Sections that models and data sets add keys of their own to: only those that rules read are held to their spelling.
+OPEN = ("model", "data.dataset_param")
 
 
 def keys_of(section: str) -> dict[str, object]:
@@ -166,6 +211,11 @@ def keys_of(section: str) -> dict[str, object]:
     for segment in filter(None, section.split(".")):
         found = found[segment]
     return found
+
+
+def spelt(section: str) -> list[str]:
+    """The keys that another one of the section may be meant for."""
+    return [key for key, convert in keys_of(section).items() if section not in OPEN or convert is not anything]
 
 
 def read(data: object, keys: dict = SECTIONS, path: str = "") -> dict:

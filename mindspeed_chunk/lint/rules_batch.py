@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mindspeed_chunk.config import ConfigError
@@ -15,9 +16,15 @@ GLOBAL, STEPS, MICRO = (
 
 
 def _product(subject: Subject) -> int:
-    """Ranks that work on the same samples."""
-    tensor, ring, ulysses = (subject.get(path, 1) for path in SPLITS)
-    return tensor * ring * ulysses
+    """Ranks that work on the same samples; 0 where a size is below 1."""
+    sizes = [subject.get(path, 1) for path in SPLITS]
+    return math.prod(sizes) if min(sizes) > 0 else 0
+
+
+def _samples(subject: Subject) -> int:
+    """Of one data-parallel rank and optimizer step; 0 where a number is below 1."""
+    numbers = subject.get(MICRO, 1), subject.get(STEPS, 1)
+    return math.prod(numbers) if min(numbers) > 0 else 0
 
 
 def data_parallel_size(subject: Subject) -> int | None:
@@ -29,9 +36,9 @@ def data_parallel_size(subject: Subject) -> int | None:
 
 
 def global_batch(subject: Subject) -> tuple[int, str] | None:
-    """Samples an optimizer step, and how they come about; None where the number of ranks is not known."""
+    """Samples an optimizer step, and how they come about; None where ranks are not known, or a number is below 1."""
     ranks = data_parallel_size(subject)
-    if ranks is None:
+    if ranks is None or not _samples(subject):
         return None
     micro, steps = subject.get(MICRO, 1), subject.get(STEPS, 1)
     return micro * ranks * steps, f"{micro} x {ranks} data-parallel x {steps} accumulated"
@@ -70,8 +77,8 @@ def world(subject: Subject) -> Iterator[Problem]:
 
 def global_size(subject: Subject) -> Iterator[Problem]:
     """MindSpeed-MM sets it to the product, whatever the yaml says, and takes no accumulation for 1."""
-    told = subject.get(GLOBAL)
-    if told is None:
+    told, samples = subject.get(GLOBAL), _samples(subject)
+    if told is None or not samples or not _product(subject):
         return
     reckoned = global_batch(subject)
     way_out = f"set {STEPS}, which decides"
@@ -79,8 +86,7 @@ def global_size(subject: Subject) -> Iterator[Problem]:
         rule = f"MindSpeed-MM ignores it and makes {reckoned[0]}, {reckoned[1]}"
         yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
     elif reckoned is None:
-        samples = subject.get(MICRO, 1) * subject.get(STEPS, 1)
-        if samples < 1 or told % samples:
+        if told % samples:
             rule = f"MindSpeed-MM ignores it, and no number of ranks with {samples} samples each makes it"
             yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
         elif subject.get(STEPS) is None:
@@ -90,7 +96,7 @@ def global_size(subject: Subject) -> Iterator[Problem]:
 
 def accumulation(subject: Subject) -> Iterator[Problem]:
     steps = subject.get(STEPS, 1)
-    if steps > 1 and not subject.get("features.enable_chunk_mbs", False):
+    if steps > 1 and _samples(subject) and not subject.get("features.enable_chunk_mbs", False):
         rule = f"gathers every block's parameters {steps} times a step and direction"
         way_out = f"ChunkMBS gathers once: {MICRO} {steps} times as large, chunk_mbs {subject.get(MICRO, 1)}"
         yield Problem(ConfigError.about(STEPS, steps, rule, way_out))

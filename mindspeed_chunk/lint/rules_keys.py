@@ -12,13 +12,14 @@ from mindspeed_chunk.lint.rule import ERROR, WARNING, Problem, Rule, Subject
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME
 
 _NEAR = 0.8  # difflib's ratio; nearer than any two different keys of one section that stand in stock yamls
+_SLIPS = 2  # letters that --fix corrects
 # "eager" and "fused" are those of MindSpeed-MM 26.0
 DISPATCHERS = ("alltoall", "allgather", "mc2", NAME, "eager", "fused")
 
 
 def _unknown(subject: Subject) -> Iterator[tuple[str, str, str]]:
     """Section, key and path of what no table of keys has."""
-    for section in keys.SPELT:
+    for section in (*keys.SPELT, *keys.OPEN):
         content = subject.get(section) if section else subject.settings
         for key in content if isinstance(content, dict) else ():
             if isinstance(key, str) and key not in keys.keys_of(section):
@@ -32,27 +33,40 @@ def _refused_anyway(subject: Subject, section: str, key: str) -> bool:
     return section == "features.chunkmbs_plan" and subject.get("features.enable_chunk_mbs", False)
 
 
-def nearest(key: str, known: Collection[str]) -> str | None:
-    """The known key that is meant; None where none is so near that there can be no doubt."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
-    return near[0] if near else None
+def nearest(key: str, known: Collection[str]) -> list[str]:
+    """The known keys that may be meant: one, or some that are equally near; none where all are far."""
+    near = difflib.get_close_matches(key, known, n=3, cutoff=_NEAR)
+    ratios = [difflib.SequenceMatcher(None, each, key).ratio() for each in near]
+    return [each for each, ratio in zip(near, ratios) if ratio == ratios[0]]
 
 
 def respelt(path: str, known: Collection[str], present: Collection[str]) -> tuple[Rename, ...]:
-    """The correction of an unknown key at the path, in a section where `present` stand."""
+    """The correction of an unknown key at the path, in a section where `present` stand, if one is plain."""
     key = path.rpartition(".")[2]
-    near = None if key in known else nearest(key, known)
-    return () if near is None or near in present else (Rename(path, near),)
+    near = [] if key in known else nearest(key, known)
+    plain = len(near) == 1 and near[0] not in present and letters_apart(key, near[0]) <= _SLIPS
+    return (Rename(path, near[0]),) if plain else ()
+
+
+def letters_apart(one: str, other: str) -> int:
+    """Letters to put in, to leave out or to change, at the least, to make one word of the other."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        last, row = row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(row[-1] + 1, last[j] + 1, last[j - 1] + (letter != wanted)))
+    return row[-1]
 
 
 def misspelt(subject: Subject) -> Iterator[Problem]:
     for section, key, path in _unknown(subject):
         if key in keys.HOMES or _refused_anyway(subject, section, key):
             continue
-        known, present = keys.keys_of(section), subject.get(section) if section else subject.settings
+        known, present = keys.spelt(section), subject.get(section) if section else subject.settings
         near = nearest(key, known)
         if near:
-            rule, way_out = "unknown key, which MindSpeed-MM takes without a word", f"the nearest one is {near}"
+            rule = "unknown key, which MindSpeed-MM takes without a word"
+            way_out = f"the nearest {'ones are' if near[1:] else 'one is'} {', '.join(near)}"
             error = ConfigError.about(path, present[key], rule, way_out)
             yield Problem(error, respelt(path, known, present))
 
@@ -71,11 +85,12 @@ def dispatcher(subject: Subject) -> Iterator[Problem]:
         near = difflib.get_close_matches(value, DISPATCHERS, n=1, cutoff=0.6)
         way_out = f"the nearest one is {near[0]}" if near else f"{NAME}, or alltoall for the plain one"
         error = ConfigError.about(DISPATCHER, value, f"must be one of {', '.join(DISPATCHERS)}", way_out)
-        yield Problem(error, tuple(Set(DISPATCHER, name) for name in near))
+        meant = nearest(value, DISPATCHERS)
+        yield Problem(error, tuple(Set(DISPATCHER, name) for name in meant if len(meant) == 1))
 
 
 RULES = (
-    Rule("misspelt-key", WARNING, "A key is unknown and one letter or two from one that is known.", misspelt),
+    Rule("misspelt-key", WARNING, "A key is unknown and near to one that is known.", misspelt),
     Rule("misplaced-key", WARNING, "A key of Chunk MoE or ChunkMBS stands in a section where nobody reads it.",
          misplaced),
     Rule("dispatcher-name", ERROR, "`parallel.ep_plan.dispatcher` names no dispatcher.", dispatcher),

@@ -101,8 +101,9 @@ def neighbours(subject: Subject) -> Iterator[Problem]:
 
 
 def size(subject: Subject) -> Iterator[Problem]:
-    if asked(subject) and not _read(subject)[1]:
-        yield from problems(checks.check_size, _read(subject)[0].chunk_mbs, subject.get(_MICRO, 1))
+    samples = subject.get(_MICRO, 1)
+    if asked(subject) and samples > 0 and not _read(subject)[1]:
+        yield from problems(checks.check_size, _read(subject)[0].chunk_mbs, samples)
 
 
 def uneven(subject: Subject) -> Iterator[Problem]:

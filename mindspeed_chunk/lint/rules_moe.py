@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
-from mindspeed_chunk.lint.edits import Remove, Set
+from mindspeed_chunk.lint.edits import Remove
 from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
@@ -73,8 +73,11 @@ def size(subject: Subject) -> Iterator[Problem]:
 def node(subject: Subject) -> Iterator[Problem]:
     value = subject.get(SIZE, 1)
     if value > subject.devices_per_node:
-        rule = f"larger than a node of {subject.devices_per_node} devices, so all-to-alls cross the slower link"
-        way_out = f"use {subject.devices_per_node} or less where the experts fit, or tell --devices-per-node"
+        rule = f"larger than a node of {subject.devices_per_node} devices, which costs where links between are slower"
+        way_out = (
+            f"use {subject.devices_per_node} or less where the experts fit, or give --devices-per-node the size of "
+            "the fast domain"
+        )
         yield Problem(ConfigError.about(SIZE, value, rule, way_out))
 
 
@@ -90,9 +93,13 @@ def neighbours(subject: Subject) -> Iterator[Problem]:
 
 def two_chunks(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
-    if asked(subject) and config.moe_num_chunks == 2 and config.keep != "activations":
-        rule = f"keeping only the {config.keep} asks for memory, and two chunks are resident at once, so the peak stays"
-        yield Problem(ConfigError.about(CHUNKS, 2, rule, "use 4 or more"), (Set(CHUNKS, 4),))
+    number, resident = config.moe_num_chunks, 1 + max(1, config.chunk_moe_lookahead)
+    if asked(subject) and 2 <= number <= resident and config.keep != "activations":
+        rule = (
+            f"keeping only the {config.keep} asks for memory, and {resident} chunks are resident at once, so the peak "
+            "stays"
+        )
+        yield Problem(ConfigError.about(CHUNKS, number, rule, f"use {2 * resident} or more"))
 
 
 def collective(subject: Subject) -> Iterator[Problem]:
@@ -103,15 +110,15 @@ def collective(subject: Subject) -> Iterator[Problem]:
 
 
 def tokens(subject: Subject) -> int | None:
-    """T at the most; None where the yaml does not say how long a sequence is."""
+    """T at the most; None where the yaml does not say how long a sequence is, or a size is below 1."""
     length = subject.get("data.dataset_param.basic_parameters.cutoff_len")
     if length is None:
         return None
     samples = subject.get("training.micro_batch_size", 1)
     if subject.get("features.enable_chunk_mbs", False):
         samples = min(samples, subject.get("features.chunkmbs_plan.chunk_mbs", 1))
-    split = subject.get("parallel.ulysses_parallel_size", 1) * subject.get("parallel.ring_attention_size", 1)
-    return samples * length // max(split, 1)
+    ulysses, ring = (subject.get(f"parallel.{name}", 1) for name in ("ulysses_parallel_size", "ring_attention_size"))
+    return samples * length // (ulysses * ring) if min(samples, length, ulysses, ring) > 0 else None
 
 
 def few_rows(subject: Subject) -> Iterator[Problem]:
@@ -143,7 +150,7 @@ def unread(subject: Subject) -> Iterator[Problem]:
     recompute = subject.get("features.recompute", False) or subject.get("parallel.recompute", False)
     if asked(subject) and subject.get(path) is True and not recompute:
         rule = "acts in the recompute of a block, and features.recompute is off"
-        yield Problem(ConfigError.about(path, True, rule, "turn recompute on, or remove it"), (Remove(path),))
+        yield Problem(ConfigError.about(path, True, rule, "turn recompute on, or remove it"))
 
 
 RULES = (
@@ -157,8 +164,10 @@ RULES = (
     Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE stand in a plan with another dispatcher.", effect),
     Rule("both-sizes", WARNING, "`moe_num_chunks` and `moe_chunk_size` are both set; the first is used.", both_sizes),
     Rule("two-chunks-for-memory", WARNING, "N = 2 with `chunk_moe_keep: rows` or `input` (or `chunk_moe_recompute`): "
-         "two chunks are resident at once, so N = 2 does not lower the peak.", two_chunks),
-    Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node (`--devices-per-node`).", node),
+         "two chunks are resident at once, so N = 2 does not lower the peak. Each chunk of `chunk_moe_lookahead` "
+         "beyond 1 is one more.", two_chunks),
+    Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node, or than the devices whose links "
+         "are as fast (`--devices-per-node`).", node),
     Rule("skip-unread-unused", WARNING, "`chunk_moe_skip_unread` without recompute.", unread),
     Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows an expert and chunk. Rows are T x K / (N x L), as in "
          "[performance](performance.md#when-not-to-chunk): T tokens of a call at the most (the smaller of "

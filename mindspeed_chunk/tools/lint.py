@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from mindspeed_chunk import lint
 from mindspeed_chunk.config import ConfigError
@@ -36,13 +37,21 @@ def main() -> int:
         return UNREADABLE
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UNREADABLE, f"error: {' '.join(message.split())}; {self.prog} --help tells the options\n")
+
+
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mindspeed-chunk lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
     parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; more can be checked")
-    parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8, help="default: 8")
+    parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8,
+                        help="of a node, or of a supernode whose links are as fast; default: 8")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument(
         "--fix",
