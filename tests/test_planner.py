@@ -25,12 +25,14 @@ from mindspeed_chunk.planner import (
 from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
 from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
+from mindspeed_chunk.planner.fragments import fragments
+from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, collective_seconds
 from mindspeed_chunk.planner.model import BUILT_IN
 from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import recommend
 from mindspeed_chunk.planner.sequence import context_problem
-from mindspeed_chunk.planner.setting import Job
+from mindspeed_chunk.planner.setting import Job, Setting
 from standalone_ranks import EXAMPLE
 
 TINY = str(EXAMPLE / "tiny")
@@ -173,10 +175,6 @@ def test_the_recommendation_fits_is_the_fastest_and_says_why():
 
 
 def test_the_yaml_is_one_that_the_features_take():
-    from mindspeed_chunk.planner.fragments import fragments
-    from mindspeed_chunk.planner.layout import Layout
-    from mindspeed_chunk.planner.setting import Setting
-
     setting = Setting(
         layout=Layout(ep=8, dp=64), micro_batch=4, chunk_mbs=2, policy="offload", num_chunks=4, keep="rows"
     )
@@ -186,6 +184,21 @@ def test_the_yaml_is_one_that_the_features_take():
     assert ChunkMBSConfig.from_mapping(content["features"]["chunkmbs_plan"]).chunk_mbs == 2
     assert content["training"] == {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
     assert content["features"]["recompute"] and content["features"]["enable_activation_offload"]
+
+
+@pytest.mark.parametrize("batch, cp", [((1, 4, 0), 1), ((4, 1, 0), 1), ((8, 1, 2), 1), ((8, 1, 0), 8), ((3, 1, 0), 1)])
+def test_logits_in_the_yaml_are_those_in_the_memory(batch, cp):
+    """The head is cut along the sequence, so every sample of the micro batch has a chunk's logits at once."""
+    setting = Setting(
+        layout=Layout(cp=cp, dp=64 // cp), **dict(zip(("micro_batch", "accumulation", "chunk_mbs"), batch))
+    )
+    given = job(chunk_loss=1024)
+    size = yaml.safe_load(fragments(given, setting))["features"]["chunkloss_plan"]["chunk_size"]
+    at_once = setting.micro_batch * min(size, given.sequence // cp)
+    assert 1024 - setting.micro_batch < at_once <= 1024
+    assert Estimator(given)(setting).memory["head"] == at_once * given.model.vocab_size * (2 + 4 + 4)
+    whole = setting.micro_batch * given.sequence // cp
+    assert Estimator(job(chunk_loss=0))(setting).memory["head"] == whole * given.model.vocab_size * (2 + 4 + 4)
 
 
 def test_the_command_prints_a_plan_and_json(tmp_path):

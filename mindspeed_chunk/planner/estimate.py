@@ -9,7 +9,8 @@ Memory of a rank, in bytes, at the moment of its peak (the backward of one block
     activations   `activations.py`; with ChunkMBS three hidden states of the whole batch (docs/performance.md: 3.06
                   measured); a pipeline's first stage holds PP micro batches
     expert layer  what the MoE layer at work holds above what it keeps, and the totals of its weight gradients
-    head          the logits of `chunk_loss` tokens: in their own format, in fp32, and their gradient
+    head          the logits of `chunk_loss` tokens of the micro batch (`Setting.loss_chunk` of each of its samples): in
+                  their own format, in fp32, and their gradient
 
 Seconds of a step. A forward of a block costs f, its backward 2f, recomputation f again; a pipeline of PP stages and m
 micro batches stands still for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block
@@ -110,7 +111,7 @@ class Estimator:
             batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * block.input
             held *= 1 if setting.policy == "offload" else setting.micro_chunks
         in_flight = min(layout.pp, setting.accumulation)
-        logits = min(job.chunk_loss or tokens, tokens) * job.model.vocab_size // layout.tp
+        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // layout.tp
         memory = {
             "parameters": state.parameters,
             "gradients": state.gradients,

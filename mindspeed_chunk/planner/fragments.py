@@ -63,5 +63,5 @@ def _features(job: Job, setting: Setting) -> dict[str, Any]:
         features["chunkmbs_plan"] = {"apply_modules": [_BLOCKS], "chunk_mbs": setting.chunk_mbs}
     if job.chunk_loss:
         features["enable_chunk_loss"] = True
-        features["chunkloss_plan"] = {"apply_module": "lm_head", "chunk_size": job.chunk_loss}
+        features["chunkloss_plan"] = {"apply_module": "lm_head", "chunk_size": setting.loss_chunk(job)}
     return features

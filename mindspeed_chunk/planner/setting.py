@@ -22,7 +22,7 @@ class Job:
         sequence: tokens a sample.
         global_batch: samples an optimizer step, on all ranks together.
         imbalance: rows that the busiest rank receives over the mean.
-        chunk_loss: tokens whose logits exist at a time; 0: all.
+        chunk_loss: tokens of a micro batch whose logits exist at a time; 0: all.
         reserve: share of the device's memory that a plan leaves free: for fragments, workspaces, the communication
             library's buffers, and images.
     """
@@ -100,6 +100,15 @@ class Setting:
     def tokens(self, job: Job) -> int:
         """T: tokens that a block has at a time on one rank."""
         return self.samples_at_once * job.sequence // self.layout.cp
+
+    def loss_chunk(self, job: Job) -> int:
+        """Tokens of each sample whose logits exist at a time: `chunkloss_plan.chunk_size`.
+
+        MindSpeed-MM cuts [B, S, H] along S (`torch.split(..., dim=1)` in fsdp/features/memory/chunkloss/chunkloss.py),
+        so as many of every sample of the micro batch are there at once. ChunkMBS does not reach the head.
+        """
+        sequence = job.sequence // self.layout.cp
+        return min(max(1, job.chunk_loss // self.micro_batch), sequence) if job.chunk_loss else sequence
 
     def layer(self, job: Job) -> LayerShape:
         """The MoE layer call; TP splits the experts' intermediate size."""
