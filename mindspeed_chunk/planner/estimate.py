@@ -14,7 +14,8 @@ Memory of a rank, in bytes, at the moment of its peak (the backward of one block
 
 Seconds of a step. A forward of a block costs f, its backward 2f, recomputation f again; a pipeline of PP stages and m
 micro batches stands still for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block
-runs behind the block before it, so it costs what it is longer than that one's work. Transfers of offloaded
+runs behind the block before it, so it costs what it is longer than that one's work; in every pass's backward its
+reduce-scatter is there besides (`traffic.py`). Transfers of offloaded
 activations are taken to be hidden. Images are not counted.
 """
 
@@ -216,10 +217,8 @@ class Estimator:
     def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
         job = self.job
         gather, reduce = self._once(self._block_collectives, setting.layout)
-        last = setting.accumulation * max(0.0, gather - forward) + (setting.accumulation - 1) * max(
-            0.0, gather - backward
-        )
-        return job.model.num_hidden_layers * (last + max(0.0, gather + reduce - backward))
+        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+        return job.model.num_hidden_layers * setting.accumulation * one
 
     def _block_collectives(self, layout) -> tuple[float, float]:
         """Seconds of the gathers and of the reduce-scatters of the mean block."""
