@@ -90,8 +90,10 @@ def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) ->
     """The rows of each chunk where every expert is equally popular.
 
     Args:
-        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean.
+        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean. No rank receives more
+            than all rows of its group, EP times the mean; with EP=1 it computes its own, whatever the routing.
     """
+    imbalance = min(imbalance, shape.ep)
     size = -(-shape.tokens // num_chunks)
     tokens = [max(0, min(size, shape.tokens - c * size)) for c in range(num_chunks)]
     received = [round(n * shape.top_k * imbalance) for n in tokens]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
-from mindspeed_chunk.planner.links import ALL_GATHER
+from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
 from mindspeed_chunk.planner.setting import Job, Setting
@@ -153,18 +153,29 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
-        gathers = [
-            sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)
+        calls = [
+            {kind: sum(c.calls for c in traffic if c.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
+            for traffic in map(estimator.traffic, (other.setting, setting))
         ]
         yield (
-            f"ChunkMBS: {gathers[1]} parameter gathers a step where accumulation makes {gathers[0]}; "
+            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters a step "
+            f"where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
             f"the step takes {best.step / other.step:.2f} of the time."
         )
     if job.imbalance > 1:
-        yield (
-            f"Imbalance {job.imbalance:g}: the busiest rank's experts decide. The auxiliary loss "
-            "(features.loss_cfg.router_aux_loss_coef) evens the routing out."
+        yield _imbalance(job, setting.layout)
+
+
+def _imbalance(job: Job, layout: Layout) -> str:
+    coefficient = "the auxiliary loss (features.loss_cfg.router_aux_loss_coef) evens the routing out"
+    if layout.ep == 1:
+        return (
+            f"Imbalance {job.imbalance:g}: with EP=1 every rank computes its own tokens' rows, as many as the others. "
+            f"Expert parallelism waits for the busiest rank; {coefficient}."
         )
+    counted = min(job.imbalance, layout.ep)
+    at_most = f", {counted:g} at most with EP={layout.ep}" if counted < job.imbalance else ""
+    return f"Imbalance {job.imbalance:g}{at_most}: the busiest rank's experts decide; {coefficient}."
 
 
 def _why_layout(job: Job, best: Estimate, fitting: list[Estimate]) -> Iterator[str]:

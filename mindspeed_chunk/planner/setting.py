@@ -21,7 +21,7 @@ class Job:
     Attributes:
         sequence: tokens a sample.
         global_batch: samples an optimizer step, on all ranks together.
-        imbalance: rows that the busiest rank receives over the mean.
+        imbalance: rows that the busiest rank receives over the mean; in a layout, EP at most.
         chunk_loss: tokens of a micro batch whose logits exist at a time; 0: all.
         reserve: share of the device's memory that a plan leaves free: for fragments, workspaces, the communication
             library's buffers, and images.

@@ -10,7 +10,8 @@ T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L exper
     W              6 R H I
 
 A matmul takes as long as the slower of its operations and its bytes, so every chunk pays for reading the local experts'
-weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, and the busiest rank decides.
+weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, by EP at most; the busiest
+rank decides.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def chunk_times(
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
         dtype: that the experts compute in; a key of `device.flops`.
-        imbalance: rows that the busiest rank receives over the mean.
+        imbalance: rows that the busiest rank receives over the mean; EP where it is more.
         rows: of each chunk, where they are known.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
