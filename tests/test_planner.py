@@ -1,5 +1,6 @@
 """The planner's parts, its command line, and what it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -103,6 +104,11 @@ def test_collectives_take_the_slower_link():
     assert collective_seconds(ALL_REDUCE, 50e9, Span(8, 1), device) == pytest.approx(2 * 7 / 8)
     assert collective_seconds(ALL_TO_ALL, 50e9, Span(16, 8), device) == pytest.approx(1 / 2)
     assert collective_seconds(ALL_TO_ALL, 1e9, Span(1, 1), device) == 0
+    # two nodes of four and a fast link between: each device gets its mates' S / 4 inside, three times
+    device = dataclasses.replace(device, inter=Link(rate=450e10))
+    for kind, times in ((ALL_GATHER, 1), (REDUCE_SCATTER, 1), (ALL_REDUCE, 2)):
+        assert collective_seconds(kind, 450e9, Span(8, 4), device) == pytest.approx(times * 3 / 4)
+        assert collective_seconds(kind, 450e9, Span(8, 1), device) == pytest.approx(times * 7 / 8 / 10)
 
 
 def test_all_ranks_shards_add_up_to_the_model():
@@ -217,6 +223,13 @@ def test_the_yaml_is_one_that_the_features_take():
     assert content["features"]["recompute"] and content["features"]["enable_activation_offload"]
 
 
+def test_a_frozen_vision_tower_is_frozen_in_the_yaml():
+    """As the commented lines of MindSpeed-MM's Qwen3.5 examples have it; fsdp/models/modelhub.py reads it."""
+    setting = Setting(layout=Layout(ep=8, dp=64))
+    assert yaml.safe_load(fragments(job(train_vision=False), setting))["model"] == {"freeze": ["model.visual"]}
+    assert "model" not in yaml.safe_load(fragments(job(), setting))
+
+
 @pytest.mark.parametrize("batch, cp", [((1, 4, 0), 1), ((4, 1, 0), 1), ((8, 1, 2), 1), ((8, 1, 0), 8), ((3, 1, 0), 1)])
 def test_logits_in_the_yaml_are_those_in_the_memory(batch, cp):
     """The head is cut along the sequence, so every sample of the micro batch has a chunk's logits at once."""
@@ -266,7 +279,7 @@ def test_the_command_prints_a_plan_and_json(tmp_path):
         (("--model", "35b", *FEW, "--global-batch", "3"), "--global-batch: 3"),
         (("--model", "35b", *FEW, "--nodes", "0"), "--nodes: 0"),
         (("--model", "35b", *FEW, "--precision", "int4"), "--precision: 'int4'"),
-        (("--model", "35b", *FEW, "--precision", "fp32"), "no matrix unit"),
+        (("--model", "35b", *FEW, "--precision", "fp32"), "--precision: 'fp32': h100 has no matrix unit"),
         (("--model", "35b", *FEW, "--imbalance", "0.5"), "--imbalance: 0.5"),
         (("--model", "35b", *FEW, "--sequence", "7", "--global-batch", "1"), "no layout of 2 ranks"),
         (("--model", TINY, *FEW, "--html", "/no/such/folder/plan.html"), "--html"),

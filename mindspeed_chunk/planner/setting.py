@@ -9,7 +9,7 @@ from mindspeed_chunk.planner.device import Device
 from mindspeed_chunk.planner.expert_memory import LayerShape
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
-from mindspeed_chunk.planner.precision import Recipe
+from mindspeed_chunk.planner.precision import RECIPES, Recipe
 
 FSDP2, MEGATRON = "fsdp2", "megatron"
 
@@ -134,4 +134,9 @@ def check_job(job: Job) -> None:
     if job.global_batch % job.world and job.world % job.global_batch:
         rule = f"neither a multiple nor a divisor of the {job.world} ranks"
         raise ConfigError.about("--global-batch", job.global_batch, rule, f"take {job.world * 4}, for example")
-    job.device.rate(job.compute)
+    if job.compute not in job.device.flops:
+        rule = f"{job.device.name} has no matrix unit for {job.compute}"
+        possible = ", ".join(name for name, recipe in RECIPES.items() if job.compute_of(recipe) in job.device.flops)
+        way_out = f"use {possible}" if possible else "use another device"
+        way_out += f", or a device file with flops_{job.compute}"
+        raise ConfigError.about("--precision", job.recipe.name, rule, way_out)

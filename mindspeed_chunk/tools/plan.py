@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of a micro batch with logits at a time; 0: all (default: 1024)",
     )
     parser.add_argument("--reserve", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
-    parser.add_argument("--freeze-vision", action="store_true", help="the vision tower is neither trained nor run")
+    parser.add_argument(
+        "--freeze-vision", action="store_true", help="the vision tower is not trained (model.freeze), and no images run"
+    )
     parser.add_argument("--all", action="store_true", help="every table, not only those of the recommendation")
     parser.add_argument("--json", action="store_true", help="print everything as json instead")
     parser.add_argument("--html", metavar="FILE", help="write one page with tables and charts")
