@@ -123,6 +123,13 @@ class Setting:
             element_size=job.element_size,
         )
 
+    def brief(self) -> str:
+        """What is chosen for the layout, for a narrow column: batch, recompute, N, keep."""
+        batch = (
+            f"{self.micro_batch} by {self.chunk_mbs}" if self.chunk_mbs else f"{self.micro_batch} x {self.accumulation}"
+        )
+        return f"{batch}, {self.policy}, N={self.num_chunks}, {self.keep}"
+
     def title(self) -> str:
         batch = f"batch {self.micro_batch}"
         batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else f" x {self.accumulation}"
