@@ -136,6 +136,13 @@ def test_a_chunk_too_many_costs_more_than_it_hides():
     assert least.num_chunks == 8 == best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=0).num_chunks
 
 
+def test_more_ahead_hides_no_less_and_holds_more():
+    ahead = (0, 1, 3)
+    times = [chunk_times(SHAPE, load_device("ascend-910c"), num_chunks=8, lookahead=n).exposed for n in ahead]
+    peaks = [expert_memory(SHAPE, num_chunks=8, lookahead=n).peak for n in ahead]
+    assert times[0] > times[1] >= times[2] and peaks[0] < peaks[1] < peaks[2]
+
+
 def test_imbalance_is_at_most_ep():
     """A rank receives all rows of its group at most; with EP=1 there are only its own."""
     for ep, imbalance, factor in ((1, 3.0, 1), (2, 3.0, 2), (4, 3.0, 3)):

@@ -35,7 +35,7 @@ def reports():
 
 def test_every_layout_is_shown_with_its_own_best_setting(reports):
     """The table and the reasons tell the same ratios: one has not the other's batch and number of chunks."""
-    for name in ("gathered", "exchanged"):
+    for name, least in (("gathered", 3), ("exchanged", 1)):
         best, why = reports[name]["recommendation"]["best"], reports[name]["recommendation"]["why"]
         told = next(line for line in why if line.startswith("Step time of the best fitting"))
         fastest = {}
@@ -44,7 +44,7 @@ def test_every_layout_is_shown_with_its_own_best_setting(reports):
                 ep = each["setting"]["layout"]["ep"]
                 fastest.setdefault(ep, each["step"])
         fastest.pop(best["setting"]["layout"]["ep"], None)
-        assert len(fastest) >= 2
+        assert len(fastest) >= least
         for ep, step in fastest.items():
             assert f"EP={ep} {step / best['step']:.2f}" in told
     chunks = {each["setting"]["num_chunks"] for each in reports["gathered"]["layouts"]}

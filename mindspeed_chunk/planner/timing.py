@@ -57,6 +57,7 @@ def chunk_times(
     num_chunks: int = 1,
     schedule: str = "rolling",
     keep: str = "activations",
+    lookahead: int = 1,
     dtype: str = "bf16",
     imbalance: float = 1.0,
     rows: Sequence[ChunkRows] | None = None,
@@ -65,14 +66,15 @@ def chunk_times(
 
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
+        lookahead: `chunk_moe_lookahead`.
         dtype: that the experts compute in; a key of `device.flops`.
         imbalance: rows that the busiest rank receives over the mean; EP where it is more.
         rows: of each chunk, where they are known.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
     costs = _Costs(shape, device, span or Span(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
-    forward = simulate(build(schedule, len(rows)), costs.of(costs.forward()))
-    backward = simulate(build(schedule, len(rows), backward=True), costs.of(costs.backward()))
+    forward = simulate(build(schedule, len(rows), lookahead=lookahead), costs.of(costs.forward()))
+    backward = simulate(build(schedule, len(rows), lookahead=lookahead, backward=True), costs.of(costs.backward()))
     return ChunkTimes(forward, backward)
 
 
