@@ -265,6 +265,3 @@ class Estimator:
         passes = setting.accumulation * setting.micro_chunks
         how = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         return found + expert_traffic(job.model, setting.layer(job), passes=passes, **how)
-
-
-_NOTHING = ExpertMemory(0, 0, 0, 0)
