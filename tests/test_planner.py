@@ -1,5 +1,6 @@
 """The planner's parts, its command line, and what it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from mindspeed_chunk.planner import (
     Link,
     Sharding,
     Span,
+    balanced_rows,
     best_num_chunks,
     chunk_times,
     exchanges,
@@ -25,12 +27,15 @@ from mindspeed_chunk.planner import (
 from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
 from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
-from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, collective_seconds
+from mindspeed_chunk.planner.fragments import fragments
+from mindspeed_chunk.planner.layout import Layout
+from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.model import BUILT_IN
 from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import recommend
 from mindspeed_chunk.planner.sequence import context_problem
-from mindspeed_chunk.planner.setting import Job
+from mindspeed_chunk.planner.setting import Job, Setting
+from mindspeed_chunk.planner.traffic import fsdp_traffic
 from standalone_ranks import EXAMPLE
 
 TINY = str(EXAMPLE / "tiny")
@@ -99,6 +104,11 @@ def test_collectives_take_the_slower_link():
     assert collective_seconds(ALL_REDUCE, 50e9, Span(8, 1), device) == pytest.approx(2 * 7 / 8)
     assert collective_seconds(ALL_TO_ALL, 50e9, Span(16, 8), device) == pytest.approx(1 / 2)
     assert collective_seconds(ALL_TO_ALL, 1e9, Span(1, 1), device) == 0
+    # two nodes of four and a fast link between: each device gets its mates' S / 4 inside, three times
+    device = dataclasses.replace(device, inter=Link(rate=450e10))
+    for kind, times in ((ALL_GATHER, 1), (REDUCE_SCATTER, 1), (ALL_REDUCE, 2)):
+        assert collective_seconds(kind, 450e9, Span(8, 4), device) == pytest.approx(times * 3 / 4)
+        assert collective_seconds(kind, 450e9, Span(8, 1), device) == pytest.approx(times * 7 / 8 / 10)
 
 
 def test_all_ranks_shards_add_up_to_the_model():
@@ -126,12 +136,47 @@ def test_a_chunk_too_many_costs_more_than_it_hides():
     assert least.num_chunks == 8 == best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=0).num_chunks
 
 
+def test_more_ahead_hides_no_less_and_holds_more():
+    ahead = (0, 1, 3)
+    times = [chunk_times(SHAPE, load_device("ascend-910c"), num_chunks=8, lookahead=n).exposed for n in ahead]
+    peaks = [expert_memory(SHAPE, num_chunks=8, lookahead=n).peak for n in ahead]
+    assert times[0] > times[1] >= times[2] and peaks[0] < peaks[1] < peaks[2]
+
+
+def test_imbalance_is_at_most_ep():
+    """A rank receives all rows of its group at most; with EP=1 there are only its own."""
+    for ep, imbalance, factor in ((1, 3.0, 1), (2, 3.0, 2), (4, 3.0, 3)):
+        shape = LayerShape(**{**SHAPE.__dict__, "ep": ep})
+        assert [rows.received for rows in balanced_rows(shape, 2, imbalance)] == [factor * 8192 * 8] * 2
+    alone = Setting(layout=Layout(dp=64), micro_batch=4)
+    even, skewed = (Estimator(job(imbalance=imbalance))(alone) for imbalance in (1.0, 3.0))
+    assert (even.memory, even.seconds) == (skewed.memory, skewed.seconds)
+
+
 def test_exchanges_of_a_recompute():
     plain = exchanges(SHAPE, num_chunks=4)
     again, unread = (exchanges(SHAPE, num_chunks=4, recompute=True, skip_unread=skip) for skip in (False, True))
     alone = exchanges(SHAPE, num_chunks=4, keep="input", recompute=True, skip_unread=True)
     assert [each.calls for each in (plain, unread, again, alone)] == [16, 20, 24, 16]
     assert exchanges(LayerShape(**{**SHAPE.__dict__, "ep": 1}), num_chunks=4) == (0, 0)
+
+
+def test_every_pass_reduce_scatters_as_in_mindspeed_mm():
+    """Its train step never calls set_requires_gradient_sync; the embedded trainer does, and reduces once a step."""
+    model, sharding, recipe = load_model("35b"), Sharding(64, 8), RECIPES["bf16-fsdp2"]
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
+        one, four, last = (
+            [(c.calls, c.nbytes) for c in fsdp_traffic(model, sharding, recipe, passes, **how) if c.kind == kind]
+            for passes, how in ((1, {}), (4, {}), (4, {"sync_every_pass": False}))
+        )
+        assert four == [(4 * calls, 4 * nbytes) for calls, nbytes in one]
+        assert last == (four if kind == ALL_GATHER else one)
+    # what a pass exposes, all of them do
+    given = job(device="h100")
+    exposed = [
+        Estimator(given)(Setting(layout=Layout(dp=64), accumulation=n)).seconds["exposed gathers"] for n in (1, 4)
+    ]
+    assert exposed[1] == pytest.approx(4 * exposed[0]) and exposed[0] > 0
 
 
 def test_policies():
@@ -166,17 +211,16 @@ def test_the_recommendation_fits_is_the_fastest_and_says_why():
     assert len({(each.setting.layout, each.setting.policy) for each in found.runners_up}) == 4
     assert any(f"EP={found.best.setting.layout.ep}" in line for line in found.why)
     unbalanced = recommend(job(imbalance=2.0))
-    assert unbalanced.best.step > found.best.step and "auxiliary loss" in unbalanced.why[-1]
+    assert found.best.setting.layout.ep == unbalanced.best.setting.layout.ep == 1
+    assert unbalanced.best.step == found.best.step and "auxiliary loss" in unbalanced.why[-1]
+    across = recommend(job("122b", "ascend-910c-supernode", imbalance=2.0))
+    assert across.best.setting.layout.ep > 1 and "busiest rank's experts decide" in across.why[-1]
     assert any("can ask for" in line for line in recommend(job(recipe=RECIPES["bf16-megatron"])).why)
     gone = recommend(job("397b"))
     assert gone.best is None and "Nothing fits" in gone.why[0]
 
 
 def test_the_yaml_is_one_that_the_features_take():
-    from mindspeed_chunk.planner.fragments import fragments
-    from mindspeed_chunk.planner.layout import Layout
-    from mindspeed_chunk.planner.setting import Setting
-
     setting = Setting(
         layout=Layout(ep=8, dp=64), micro_batch=4, chunk_mbs=2, policy="offload", num_chunks=4, keep="rows"
     )
@@ -186,6 +230,28 @@ def test_the_yaml_is_one_that_the_features_take():
     assert ChunkMBSConfig.from_mapping(content["features"]["chunkmbs_plan"]).chunk_mbs == 2
     assert content["training"] == {"micro_batch_size": 4, "gradient_accumulation_steps": 1}
     assert content["features"]["recompute"] and content["features"]["enable_activation_offload"]
+
+
+def test_a_frozen_vision_tower_is_frozen_in_the_yaml():
+    """As the commented lines of MindSpeed-MM's Qwen3.5 examples have it; fsdp/models/modelhub.py reads it."""
+    setting = Setting(layout=Layout(ep=8, dp=64))
+    assert yaml.safe_load(fragments(job(train_vision=False), setting))["model"] == {"freeze": ["model.visual"]}
+    assert "model" not in yaml.safe_load(fragments(job(), setting))
+
+
+@pytest.mark.parametrize("batch, cp", [((1, 4, 0), 1), ((4, 1, 0), 1), ((8, 1, 2), 1), ((8, 1, 0), 8), ((3, 1, 0), 1)])
+def test_logits_in_the_yaml_are_those_in_the_memory(batch, cp):
+    """The head is cut along the sequence, so every sample of the micro batch has a chunk's logits at once."""
+    setting = Setting(
+        layout=Layout(cp=cp, dp=64 // cp), **dict(zip(("micro_batch", "accumulation", "chunk_mbs"), batch))
+    )
+    given = job(chunk_loss=1024)
+    size = yaml.safe_load(fragments(given, setting))["features"]["chunkloss_plan"]["chunk_size"]
+    at_once = setting.micro_batch * min(size, given.sequence // cp)
+    assert 1024 - setting.micro_batch < at_once <= 1024
+    assert Estimator(given)(setting).memory["head"] == at_once * given.model.vocab_size * (2 + 4 + 4)
+    whole = setting.micro_batch * given.sequence // cp
+    assert Estimator(job(chunk_loss=0))(setting).memory["head"] == whole * given.model.vocab_size * (2 + 4 + 4)
 
 
 def test_the_command_prints_a_plan_and_json(tmp_path):
@@ -222,7 +288,7 @@ def test_the_command_prints_a_plan_and_json(tmp_path):
         (("--model", "35b", *FEW, "--global-batch", "3"), "--global-batch: 3"),
         (("--model", "35b", *FEW, "--nodes", "0"), "--nodes: 0"),
         (("--model", "35b", *FEW, "--precision", "int4"), "--precision: 'int4'"),
-        (("--model", "35b", *FEW, "--precision", "fp32"), "no matrix unit"),
+        (("--model", "35b", *FEW, "--precision", "fp32"), "--precision: 'fp32': h100 has no matrix unit"),
         (("--model", "35b", *FEW, "--imbalance", "0.5"), "--imbalance: 0.5"),
         (("--model", "35b", *FEW, "--sequence", "7", "--global-batch", "1"), "no layout of 2 ranks"),
         (("--model", TINY, *FEW, "--html", "/no/such/folder/plan.html"), "--html"),

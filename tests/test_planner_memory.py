@@ -49,17 +49,30 @@ def test_the_ledger_is_within_1_percent_of_the_tracker(size, dtype, one_of_two):
         element_size=dtype.itemsize,
     )  # fmt: skip
     for keep in KEEPS:
-        for schedule in SCHEDULES:
+        for schedule, lookahead in (
+            *((schedule, 1) for schedule in SCHEDULES),
+            *(("rolling", ahead) for ahead in (0, 3)),
+        ):
             for n in planner_ranks.CHUNKS:
-                config = ChunkMoEConfig(moe_num_chunks=n, chunk_moe_keep=keep, chunk_moe_schedule=schedule)
+                config = ChunkMoEConfig(
+                    moe_num_chunks=n,
+                    chunk_moe_keep=keep,
+                    chunk_moe_schedule=schedule,
+                    chunk_moe_lookahead=lookahead,
+                )
                 layer = dispatcher.ChunkMoEDispatcher(config, weight_layout="LFH")
                 with LiveBytes() as live:
                     out_TH = layer(experts, weight_TK, index_TK, x_TH, *weights, one_of_two)
                     kept, forward, live.peak = live.now - out_TH.nbytes, live.peak, live.now
                     torch.autograd.grad(out_TH, (x_TH, weight_TK, *weights), grad_TH)
                 rows = planner_ranks.rows_of([index_TK, index_TK], n, 0, experts)
-                found = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, rows=rows)
-                assert found.kept == pytest.approx(kept, rel=TOLERANCE, abs=A_FEW_COUNTS), (keep, schedule, n)
-                assert found.forward_peak == pytest.approx(forward, rel=TOLERANCE), (keep, schedule, n)
+                found = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, lookahead=lookahead, rows=rows)
+                assert found.kept == pytest.approx(kept, rel=TOLERANCE, abs=A_FEW_COUNTS), (
+                    keep,
+                    schedule,
+                    lookahead,
+                    n,
+                )
+                assert found.forward_peak == pytest.approx(forward, rel=TOLERANCE), (keep, schedule, lookahead, n)
                 backward = live.peak - found.weight_grads
-                assert found.backward_peak == pytest.approx(backward, rel=TOLERANCE), (keep, schedule, n)
+                assert found.backward_peak == pytest.approx(backward, rel=TOLERANCE), (keep, schedule, lookahead, n)

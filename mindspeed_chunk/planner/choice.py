@@ -30,6 +30,7 @@ def best_num_chunks(
     candidates: Sequence[int] = CANDIDATES,
     schedule: str = "rolling",
     keep: str = "activations",
+    lookahead: int = 1,
     dtype: str = "bf16",
     max_bytes: float = float("inf"),
     rows_of: Callable[[int], Sequence[ChunkRows]] | None = None,
@@ -41,7 +42,7 @@ def best_num_chunks(
         rows_of: from N to the rows of each chunk, such as gathered counts give them; balanced without it.
     """
     rows = {n: rows_of(n) if rows_of else balanced_rows(shape, n) for n in candidates}
-    how = {"schedule": schedule, "keep": keep}
+    how = {"schedule": schedule, "keep": keep, "lookahead": lookahead}
     memory = {n: expert_memory(shape, rows=rows[n], **how) for n in candidates}
     times = {n: chunk_times(shape, device, span, rows=rows[n], dtype=dtype, **how) for n in candidates}
     fitting = [n for n in candidates if memory[n].peak <= max_bytes]

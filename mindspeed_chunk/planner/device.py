@@ -77,7 +77,7 @@ class Device:
         """
         if dtype not in self.flops:
             way_out = f"use {', '.join(self.flops)}, or a device file with flops_{dtype}"
-            raise ConfigError.about("--dtype", dtype, f"{self.name} has no matrix unit for it", way_out)
+            raise ConfigError.about("dtype", dtype, f"{self.name} has no matrix unit for it", way_out)
         return self.flops[dtype]
 
 

@@ -9,11 +9,13 @@ Memory of a rank, in bytes, at the moment of its peak (the backward of one block
     activations   `activations.py`; with ChunkMBS three hidden states of the whole batch (docs/performance.md: 3.06
                   measured); a pipeline's first stage holds PP micro batches
     expert layer  what the MoE layer at work holds above what it keeps, and the totals of its weight gradients
-    head          the logits of `chunk_loss` tokens: in their own format, in fp32, and their gradient
+    head          the logits of `chunk_loss` tokens of the micro batch (`Setting.loss_chunk` of each of its samples): in
+                  their own format, in fp32, and their gradient
 
 Seconds of a step. A forward of a block costs f, its backward 2f, recomputation f again; a pipeline of PP stages and m
 micro batches stands still for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block
-runs behind the block before it, so it costs what it is longer than that one's work. Transfers of offloaded
+runs behind the block before it, so it costs what it is longer than that one's work; in every pass's backward its
+reduce-scatter is there besides (`traffic.py`). Transfers of offloaded
 activations are taken to be hidden. Images are not counted.
 """
 
@@ -110,7 +112,7 @@ class Estimator:
             batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * block.input
             held *= 1 if setting.policy == "offload" else setting.micro_chunks
         in_flight = min(layout.pp, setting.accumulation)
-        logits = min(job.chunk_loss or tokens, tokens) * job.model.vocab_size // layout.tp
+        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // layout.tp
         memory = {
             "parameters": state.parameters,
             "gradients": state.gradients,
@@ -215,10 +217,8 @@ class Estimator:
     def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
         job = self.job
         gather, reduce = self._once(self._block_collectives, setting.layout)
-        last = setting.accumulation * max(0.0, gather - forward) + (setting.accumulation - 1) * max(
-            0.0, gather - backward
-        )
-        return job.model.num_hidden_layers * (last + max(0.0, gather + reduce - backward))
+        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+        return job.model.num_hidden_layers * setting.accumulation * one
 
     def _block_collectives(self, layout) -> tuple[float, float]:
         """Seconds of the gathers and of the reduce-scatters of the mean block."""
@@ -265,6 +265,3 @@ class Estimator:
         passes = setting.accumulation * setting.micro_chunks
         how = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         return found + expert_traffic(job.model, setting.layer(job), passes=passes, **how)
-
-
-_NOTHING = ExpertMemory(0, 0, 0, 0)

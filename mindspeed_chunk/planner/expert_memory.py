@@ -7,7 +7,7 @@ the layer's input, the weights, and what a library allocates inside of one opera
 
 Without any walk: kept are K (H + 2I) s a token with "activations", K H s with "rows", nothing with "input", and
 8 bytes a row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
-their combine, and three own buffers.
+their combine, and three own buffers; each one more that is dispatched ahead is one more of both.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) ->
     """The rows of each chunk where every expert is equally popular.
 
     Args:
-        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean.
+        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean. No rank receives more
+            than all rows of its group, EP times the mean; with EP=1 it computes its own, whatever the routing.
     """
+    imbalance = min(imbalance, shape.ep)
     size = -(-shape.tokens // num_chunks)
     tokens = [max(0, min(size, shape.tokens - c * size)) for c in range(num_chunks)]
     received = [round(n * shape.top_k * imbalance) for n in tokens]
@@ -106,19 +108,20 @@ def expert_memory(
     num_chunks: int = 1,
     schedule: str = "rolling",
     keep: str = "activations",
+    lookahead: int = 1,
     rows: Sequence[ChunkRows] | None = None,
 ) -> ExpertMemory:
     """Bytes of a layer call.
 
     Args:
-        keep: `chunk_moe_keep`.
+        keep, lookahead: `chunk_moe_keep`, `chunk_moe_lookahead`.
         rows: of each chunk, where they are known; otherwise `balanced_rows`.
     """
     rows = rows or balanced_rows(shape, num_chunks)
     forward = _Forward(shape, rows, keep)
-    forward.run(build(schedule, len(rows)))
+    forward.run(build(schedule, len(rows), lookahead=lookahead))
     backward = _Backward(shape, rows, keep, forward.kept)
-    backward.run(build(schedule, len(rows), backward=True))
+    backward.run(build(schedule, len(rows), lookahead=lookahead, backward=True))
     narrow = shape.element_size == 2
     # at the end, the totals are cast to the weights' format, all at once
     backward_peak = max(backward.peak, backward.now + (shape.weight_elements * shape.element_size if narrow else 0))

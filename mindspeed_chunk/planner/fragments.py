@@ -8,15 +8,16 @@ import yaml
 
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.planner.setting import Job, Setting
-from mindspeed_chunk.planner.state import FSDP_MODULES
+from mindspeed_chunk.planner.state import FSDP_MODULES, VISION
 
 _BLOCKS = "model.language_model.layers.{*}"
 _EXPERTS = f"{_BLOCKS}.mlp.experts"
 
 
 def fragments(job: Job, setting: Setting) -> str:
-    """The sections `parallel`, `features`, `training` and `data`."""
-    content = {
+    """The sections `parallel`, `features`, `training` and `data`; `model` where something is frozen."""
+    content = {} if job.train_vision else {"model": {"freeze": [VISION]}}
+    content |= {
         "parallel": _parallel(job, setting),
         "features": _features(job, setting),
         "training": {
@@ -63,5 +64,5 @@ def _features(job: Job, setting: Setting) -> dict[str, Any]:
         features["chunkmbs_plan"] = {"apply_modules": [_BLOCKS], "chunk_mbs": setting.chunk_mbs}
     if job.chunk_loss:
         features["enable_chunk_loss"] = True
-        features["chunkloss_plan"] = {"apply_module": "lm_head", "chunk_size": job.chunk_loss}
+        features["chunkloss_plan"] = {"apply_module": "lm_head", "chunk_size": setting.loss_chunk(job)}
     return features

@@ -1,16 +1,17 @@
 """Seconds of a collective on the links that it crosses.
 
 n ranks of a group, d of them on each node it touches, n / d nodes; every device sends on its link inside of the node
-and on its own link between nodes at the same time, and the slower of the two decides. These are the least times that
-any algorithm needs for the bytes. For S bytes of the whole tensor (all-to-all: of the rows that one rank sends, itself
-included):
+and on its own link between nodes at the same time, and the slower of the two decides. Of the algorithms that send no
+byte between nodes which could stay inside of one, none needs less. For S bytes of the whole tensor (all-to-all: of the
+rows that one rank sends, itself included):
 
-    all-gather, reduce-scatter   inside  S (n - 1) / n        between  S (1 - d / n) / d
+    all-gather, reduce-scatter   inside  S (d - 1) / d        between  S (1 - d / n) / d
     all-reduce                   twice that
     all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
     point to point               S on the one link
 
-In a gather each node takes in once what the others hold, through its d devices, and shares it inside.
+In a gather each device takes in what the devices at its place on the other nodes hold; it then has n / d of the n
+pieces, S / d bytes, and gets the others' S (d - 1) / d inside of its node. A reduce-scatter runs it backwards.
 """
 
 from __future__ import annotations
@@ -61,5 +62,4 @@ def _parts(kind: str, nbytes: float, span: Span) -> tuple[float, float]:
     if kind == ALL_TO_ALL:
         return nbytes * (d - 1) / n, nbytes * (n - d) / n
     times = 2 if kind == ALL_REDUCE else 1
-    inside = nbytes * (n - 1) / n if d > 1 else 0.0
-    return times * inside, times * nbytes * (1 - d / n) / d
+    return times * nbytes * (d - 1) / d, times * nbytes * (1 - d / n) / d

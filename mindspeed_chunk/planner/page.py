@@ -85,7 +85,11 @@ def _job_line(job: dict[str, Any]) -> str:
 def _recommendation(found: dict[str, Any]) -> str:
     heading = "Recommended" if found["fits"] else "Nothing fits; the least memory has"
     why = "".join(f"<li>{escape(sentence)}</li>" for sentence in found["why"])
-    return f"<h2>{heading}: {escape(found['best']['title'])}</h2><ul>{why}</ul>"
+    return f"<h2>{heading}: {escape(_chosen(found)['title'])}</h2><ul>{why}</ul>"
+
+
+def _chosen(found: dict[str, Any]) -> dict[str, Any]:
+    return found["best"] or found["least_memory"]
 
 
 def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -125,7 +129,7 @@ def _time_panel(report: dict[str, Any]) -> str:
 
 
 def _chunks_panel(report: dict[str, Any]) -> str:
-    keep = report["recommendation"]["best"]["setting"]["keep"]
+    keep = _chosen(report["recommendation"])["setting"]["keep"]
     lines: dict[str, dict[int, float]] = {}
     for each in report["chunks"]:
         if each["keep"] == keep:
@@ -145,12 +149,13 @@ def _row(name: str, value: str, bar: str) -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterable[str]:
-    settings = [report["recommendation"]["best"], *report["recommendation"]["runners_up"]]
+    found = report["recommendation"]
+    settings = [_chosen(found), *found["runners_up"]]
     rows = [(each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings]
-    yield _table("The recommended setting and the next ones", ("setting", "GB", "s a step"), rows)
-    yield _table(
-        "Layouts", ("layout", "GB", "s a step", "inside a node", "across nodes"), map(_place, report["layouts"])
-    )
+    heading = "The recommended setting and the next ones" if found["fits"] else "Least memory; it does not fit"
+    yield _table(heading, ("setting", "GB", "s a step"), rows)
+    columns = ("layout", "role", "batch, recompute, N, keep", "GB", "s a step", "inside a node", "across nodes")
+    yield _table("Layouts, each with its own best setting", columns, map(_place, report["layouts"]))
     keys = ("calls", "nbytes", "seconds")
     rows = [
         (each["title"].split(",")[0], sent["group"], sent["kind"], str(sent["ranks"]), *_sent(sent, keys))
@@ -179,10 +184,10 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
 def _place(each: dict[str, Any]) -> tuple[str, ...]:
     name = each["title"].split(",")[0]
     if "problem" in each:
-        return name, "", "", each["problem"], ""
+        return name, each["role"], each["problem"], "", "", "", ""
     kinds = each["inside_node"]
     places = (" ".join(kind for kind, inside in kinds.items() if inside is wanted) for wanted in (True, False))
-    return name, f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places
+    return name, each["role"], each["brief"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places
 
 
 def _sent(sent: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
-from mindspeed_chunk.planner.links import ALL_GATHER
+from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
 from mindspeed_chunk.planner.setting import Job, Setting
@@ -30,12 +30,14 @@ class Recommendation(NamedTuple):
     smallest: of all settings, the one that takes the least memory.
     runners_up: the next ones, each with another layout, policy or way to batch.
     why: sentences.
+    of_layout: each layout's own best setting, or where none fits the one that takes the least memory.
     """
 
     best: Estimate | None
     smallest: Estimate
     runners_up: list[Estimate]
     why: list[str]
+    of_layout: dict[Layout, Estimate]
 
 
 def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
@@ -49,10 +51,24 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
     smallest = min(found, key=lambda each: each.peak)
     fitting = sorted((each for each in found if each.peak <= job.budget), key=lambda each: each.step)
+    by_layout: dict[Layout, list[Estimate]] = {}
+    for each in found:
+        by_layout.setdefault(each.setting.layout, []).append(each)
+    of_layout = {layout: best_of(job, estimates) for layout, estimates in by_layout.items()}
     if not fitting:
-        return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)])
-    best = min((each for each in fitting if each.step <= _SAME * fitting[0].step), key=_complexity)
-    return Recommendation(best, smallest, _runners_up(best, fitting), list(_why(job, estimator, best, fitting)))
+        return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)], of_layout)
+    best = best_of(job, fitting)
+    why = list(_why(job, estimator, best, of_layout))
+    return Recommendation(best, smallest, _runners_up(best, fitting), why, of_layout)
+
+
+def best_of(job: Job, found: list[Estimate]) -> Estimate:
+    """Of those that fit, the plainest within 1 % of the fastest; where none does, the one with the least memory."""
+    fitting = [each for each in found if each.peak <= job.budget]
+    if not fitting:
+        return min(found, key=lambda each: each.peak)
+    fastest = min(each.step for each in fitting)
+    return min((each for each in fitting if each.step <= _SAME * fastest), key=_complexity)
 
 
 def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
@@ -126,13 +142,13 @@ def _does_not_fit(job: Job, smallest: Estimate) -> str:
     )
 
 
-def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]) -> Iterator[str]:
+def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout, Estimate]) -> Iterator[str]:
     setting = best.setting
     yield (
         f"Memory: {best.peak / 1e9:.1f} GB of the {job.budget / 1e9:.1f} GB that may be used; the largest part is "
         f"{max(best.memory, key=best.memory.get)} with {max(best.memory.values()) / 1e9:.1f} GB."
     )
-    yield from _why_layout(job, best, fitting)
+    yield from _why_layout(job, best, of_layout)
     yield from _why_chunks(estimator, best)
     if setting.keep != KEEPS[0] or setting.policy != "none":
         plain = estimator(_with(setting, keep=KEEPS[0], policy="none", chunk_mbs=0, **_accumulated(setting)))
@@ -153,32 +169,59 @@ def _why(job: Job, estimator: Estimator, best: Estimate, fitting: list[Estimate]
         )
     if setting.chunk_mbs:
         other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
-        gathers = [
-            sum(c.calls for c in estimator.traffic(each.setting) if c.kind == ALL_GATHER) for each in (other, best)
+        calls = [
+            {kind: sum(c.calls for c in traffic if c.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
+            for traffic in map(estimator.traffic, (other.setting, setting))
         ]
         yield (
-            f"ChunkMBS: {gathers[1]} parameter gathers a step where accumulation makes {gathers[0]}; "
+            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters a step "
+            f"where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
             f"the step takes {best.step / other.step:.2f} of the time."
         )
     if job.imbalance > 1:
-        yield (
-            f"Imbalance {job.imbalance:g}: the busiest rank's experts decide. The auxiliary loss "
-            "(features.loss_cfg.router_aux_loss_coef) evens the routing out."
+        yield _imbalance(job, setting.layout)
+
+
+def _imbalance(job: Job, layout: Layout) -> str:
+    coefficient = "the auxiliary loss (features.loss_cfg.router_aux_loss_coef) evens the routing out"
+    if layout.ep == 1:
+        return (
+            f"Imbalance {job.imbalance:g}: with EP=1 every rank computes its own tokens' rows, as many as the others. "
+            f"Expert parallelism waits for the busiest rank; {coefficient}."
         )
+    counted = min(job.imbalance, layout.ep)
+    at_most = f", {counted:g} at most with EP={layout.ep}" if counted < job.imbalance else ""
+    return f"Imbalance {job.imbalance:g}{at_most}: the busiest rank's experts decide; {coefficient}."
 
 
-def _why_layout(job: Job, best: Estimate, fitting: list[Estimate]) -> Iterator[str]:
+def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> Iterator[str]:
     layout = best.setting.layout
     if layout.ep > 1:
         where = "inside of a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
         yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts a rank."
     else:
         yield "EP=1: no token leaves its rank; every rank gathers all experts of a layer in turn."
-    sizes = sorted({each.setting.layout.ep for each in fitting})
-    fastest = {ep: min(each.step for each in fitting if each.setting.layout.ep == ep) for ep in sizes}
-    told = ", ".join(f"EP={ep} {step / best.step:.2f}" for ep, step in fastest.items() if ep != layout.ep)
+        yield _assumed(job, of_layout)
+    steps: dict[int, float] = {}
+    for each in of_layout.values():
+        ep = each.setting.layout.ep
+        if each.peak <= job.budget and ep != layout.ep:
+            steps[ep] = min(each.step, steps.get(ep, each.step))
+    told = ", ".join(f"EP={ep} {step / best.step:.2f}" for ep, step in sorted(steps.items()))
     if told:
-        yield f"Step time of the fastest fitting setting with another EP, to this one's: {told}."
+        yield f"Step time of the best fitting setting with another EP, to this one's: {told}."
+
+
+def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
+    told = (
+        "With EP=1 MindSpeed-MM's own experts run, not this package's. They are assumed to take the time and memory of "
+        "one chunk here; neither was measured."
+    )
+    chunked = [each for each in of_layout.values() if each.setting.layout.ep > 1 and each.peak <= job.budget]
+    if chunked:
+        other = min(chunked, key=lambda each: each.step)
+        told += f" The best without that assumption: {other.setting.title()}, {other.step:.3f} s a step."
+    return told
 
 
 def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:

@@ -16,13 +16,14 @@ from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.precision import RECIPES
-from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, fsdp_layouts, recommend
+from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, best_of, recommend
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem, context_traffic
 from mindspeed_chunk.planner.setting import MEGATRON, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, state_bytes
 from mindspeed_chunk.planner.traffic import exchanges
 
 _SHOWN_LAYOUTS = 6
+_MEGATRON_BATCHES = (1, 2, 4)
 _PAIR = ((1, 4), (2, 8))  # (part of a node that TP takes, PP): the two ways to lay out several nodes that are compared
 
 
@@ -34,7 +35,7 @@ def make_report(job: Job) -> dict[str, Any]:
     return {
         "job": _job(job),
         "recommendation": _recommendation(job, found),
-        "layouts": list(_layouts(job, estimator, chosen.setting, "recommended" if found.best else "least memory")),
+        "layouts": list(_layouts(job, estimator, found)),
         "precision": list(_precision(job, chosen.setting)),
         "batch": list(_batch(estimator, chosen.setting)),
         "activations": list(_activations(estimator, chosen)),
@@ -68,6 +69,7 @@ def _told(each: Estimate) -> dict[str, Any]:
     setting = dataclasses.asdict(each.setting) | {"layout": each.setting.layout._asdict()}
     return {
         "title": each.setting.title(),
+        "brief": each.setting.brief(),
         "setting": setting,
         "memory": each.memory,
         "peak": each.peak,
@@ -80,47 +82,50 @@ def _told(each: Estimate) -> dict[str, Any]:
 def _recommendation(job: Job, found: Recommendation) -> dict[str, Any]:
     return {
         "fits": found.best is not None,
-        "best": _told(found.best or found.smallest),
+        "best": _told(found.best) if found.best else None,
+        "least_memory": _told(found.smallest),
         "runners_up": [_told(each) for each in found.runners_up],
         "why": found.why,
     }
 
 
-def _layouts(job: Job, estimator: Estimator, chosen: Setting, role: str) -> Iterator[dict[str, Any]]:
-    """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first."""
-    model = job.model
-    yield _layout(job, estimator, chosen, role)
+def _layouts(job: Job, estimator: Estimator, found: Recommendation) -> Iterator[dict[str, Any]]:
+    """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first.
+
+    Each with its own best setting, those with TP or PP of what `_megatron` tries.
+    """
+    model, chosen = job.model, (found.best or found.smallest).setting
+    yield _layout(job, estimator, chosen, "recommended" if found.best else "least memory")
     pair = [_pair_layout(job, *sizes) for sizes in _PAIR]
     for layout, problem in pair:
         if problem:
             yield {"title": str(layout), "role": "3D", "problem": problem}
         else:
-            yield _layout(job, estimator, _megatron(job, layout), "3D")
+            yield _layout(job, estimator, _megatron(job, estimator, layout).setting, "3D")
     sizes = {"heads": model.num_attention_heads, "layers": model.num_hidden_layers, "experts": model.num_experts}
     valid = [layout for layout in layouts(job.world, **sizes) if _problem(job, layout) is None]
-    others = [_megatron(job, layout) for layout in valid if layout.tp * layout.pp > 1]
-    others += [dataclasses.replace(chosen, layout=each, **_share(job, chosen, each)) for each in fsdp_layouts(job)]
-    estimates = [
-        estimator(setting) for setting in others if setting.layout not in {chosen.layout, *(p[0] for p in pair)}
+    shown = {chosen.layout, *(layout for layout, _ in pair)}
+    others = [each for layout, each in found.of_layout.items() if layout not in shown]
+    others += [
+        _megatron(job, estimator, layout) for layout in valid if layout.tp * layout.pp > 1 and layout not in shown
     ]
-    estimates.sort(key=lambda each: (each.peak > job.budget, each.step))
-    for each in estimates[:_SHOWN_LAYOUTS]:
-        yield _layout(job, estimator, each.setting, f"one of {len(estimates)} others")
+    others.sort(key=lambda each: (each.peak > job.budget, each.step))
+    for each in others[:_SHOWN_LAYOUTS]:
+        yield _layout(job, estimator, each.setting, "other")
 
 
-def _share(job: Job, chosen: Setting, layout: Layout) -> dict[str, int]:
-    """The chosen way to batch, for another number of data-parallel ranks."""
+def _megatron(job: Job, estimator: Estimator, layout: Layout) -> Estimate:
+    """The best of a few micro batches, with and without recompute; one chunk, since that back end has no Chunk MoE."""
     samples = job.global_batch // layout.dp
-    size = min(chosen.samples_at_once, samples)
-    if samples % size:
-        size = 1
-    if chosen.chunk_mbs and size < samples:
-        return {"micro_batch": samples, "accumulation": 1, "chunk_mbs": size}
-    return {"micro_batch": size, "accumulation": samples // size, "chunk_mbs": 0}
-
-
-def _megatron(job: Job, layout: Layout) -> Setting:
-    return Setting(layout=layout, backend=MEGATRON, accumulation=job.global_batch // layout.dp)
+    tried = [
+        estimator(
+            Setting(layout=layout, backend=MEGATRON, micro_batch=size, accumulation=samples // size, policy=policy)
+        )
+        for size in _MEGATRON_BATCHES
+        if samples % size == 0
+        for policy in ("none", "full")
+    ]
+    return best_of(job, tried)
 
 
 def _pair_layout(job: Job, part: int, pp: int) -> tuple[Layout, str | None]:

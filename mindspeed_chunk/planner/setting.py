@@ -9,7 +9,7 @@ from mindspeed_chunk.planner.device import Device
 from mindspeed_chunk.planner.expert_memory import LayerShape
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
-from mindspeed_chunk.planner.precision import Recipe
+from mindspeed_chunk.planner.precision import RECIPES, Recipe
 
 FSDP2, MEGATRON = "fsdp2", "megatron"
 
@@ -21,8 +21,8 @@ class Job:
     Attributes:
         sequence: tokens a sample.
         global_batch: samples an optimizer step, on all ranks together.
-        imbalance: rows that the busiest rank receives over the mean.
-        chunk_loss: tokens whose logits exist at a time; 0: all.
+        imbalance: rows that the busiest rank receives over the mean; in a layout, EP at most.
+        chunk_loss: tokens of a micro batch whose logits exist at a time; 0: all.
         reserve: share of the device's memory that a plan leaves free: for fragments, workspaces, the communication
             library's buffers, and images.
     """
@@ -101,6 +101,15 @@ class Setting:
         """T: tokens that a block has at a time on one rank."""
         return self.samples_at_once * job.sequence // self.layout.cp
 
+    def loss_chunk(self, job: Job) -> int:
+        """Tokens of each sample whose logits exist at a time: `chunkloss_plan.chunk_size`.
+
+        MindSpeed-MM cuts [B, S, H] along S (`torch.split(..., dim=1)` in fsdp/features/memory/chunkloss/chunkloss.py),
+        so as many of every sample of the micro batch are there at once. ChunkMBS does not reach the head.
+        """
+        sequence = job.sequence // self.layout.cp
+        return min(max(1, job.chunk_loss // self.micro_batch), sequence) if job.chunk_loss else sequence
+
     def layer(self, job: Job) -> LayerShape:
         """The MoE layer call; TP splits the experts' intermediate size."""
         model, layout = job.model, self.layout
@@ -114,6 +123,13 @@ class Setting:
             element_size=job.element_size,
         )
 
+    def brief(self) -> str:
+        """What is chosen for the layout, for a narrow column: batch, recompute, N, keep."""
+        batch = (
+            f"{self.micro_batch} by {self.chunk_mbs}" if self.chunk_mbs else f"{self.micro_batch} x {self.accumulation}"
+        )
+        return f"{batch}, {self.policy}, N={self.num_chunks}, {self.keep}"
+
     def title(self) -> str:
         batch = f"batch {self.micro_batch}"
         batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else f" x {self.accumulation}"
@@ -125,4 +141,9 @@ def check_job(job: Job) -> None:
     if job.global_batch % job.world and job.world % job.global_batch:
         rule = f"neither a multiple nor a divisor of the {job.world} ranks"
         raise ConfigError.about("--global-batch", job.global_batch, rule, f"take {job.world * 4}, for example")
-    job.device.rate(job.compute)
+    if job.compute not in job.device.flops:
+        rule = f"{job.device.name} has no matrix unit for {job.compute}"
+        possible = ", ".join(name for name, recipe in RECIPES.items() if job.compute_of(recipe) in job.device.flops)
+        way_out = f"use {possible}" if possible else "use another device"
+        way_out += f", or a device file with flops_{job.compute}"
+        raise ConfigError.about("--precision", job.recipe.name, rule, way_out)

@@ -27,7 +27,7 @@ FSDP_MODULES = (
     "model.language_model.layers.{*}.mlp.experts",
     "lm_head",
 )
-_VISION = "model.visual"
+VISION = "model.visual"
 _ADAM_STEP = 4  # bytes: torch keeps the step count of every parameter as an fp32 tensor of its own
 
 
@@ -104,7 +104,7 @@ def _unit(name: str, found: Sequence[Parameter], sharding: Sharding) -> Unit:
             shape[0], dim = shape[0] // sharding.ep, sharding.expert_dim
         pieces.append((shape[dim], math.prod(shape) // shape[dim]))
     ranks = sharding.ranks // sharding.ep if expert else sharding.ranks
-    return Unit(name, tuple(pieces), ranks, expert, sharding.train_vision or not name.startswith(_VISION))
+    return Unit(name, tuple(pieces), ranks, expert, sharding.train_vision or not name.startswith(VISION))
 
 
 def state_bytes(model: ModelSize, sharding: Sharding, recipe: Recipe, rank: int = 0) -> StateBytes:

@@ -10,7 +10,8 @@ T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L exper
     W              6 R H I
 
 A matmul takes as long as the slower of its operations and its bytes, so every chunk pays for reading the local experts'
-weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, and the busiest rank decides.
+weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, by EP at most; the busiest
+rank decides.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def chunk_times(
     num_chunks: int = 1,
     schedule: str = "rolling",
     keep: str = "activations",
+    lookahead: int = 1,
     dtype: str = "bf16",
     imbalance: float = 1.0,
     rows: Sequence[ChunkRows] | None = None,
@@ -64,14 +66,15 @@ def chunk_times(
 
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
+        lookahead: `chunk_moe_lookahead`.
         dtype: that the experts compute in; a key of `device.flops`.
-        imbalance: rows that the busiest rank receives over the mean.
+        imbalance: rows that the busiest rank receives over the mean; EP where it is more.
         rows: of each chunk, where they are known.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
     costs = _Costs(shape, device, span or Span(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
-    forward = simulate(build(schedule, len(rows)), costs.of(costs.forward()))
-    backward = simulate(build(schedule, len(rows), backward=True), costs.of(costs.backward()))
+    forward = simulate(build(schedule, len(rows), lookahead=lookahead), costs.of(costs.forward()))
+    backward = simulate(build(schedule, len(rows), lookahead=lookahead, backward=True), costs.of(costs.backward()))
     return ChunkTimes(forward, backward)
 
 

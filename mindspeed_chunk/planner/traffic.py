@@ -2,8 +2,10 @@
 
 T tokens of one micro batch on this rank, H hidden, s bytes an element, m micro batches a step.
 
-    FSDP2      per unit and micro batch a gather forward and one backward, per step one reduce-scatter; ChunkMBS runs m
-               micro-chunks inside of one pass, so m passes become 1
+    FSDP2      per unit and micro batch a gather forward, one backward, and a reduce-scatter: MindSpeed-MM's train_step
+               (fsdp/train/train_engine.py) sets what ends with the last pass by set_is_last_backward and
+               set_requires_all_reduce (fsdp/utils/utils.py), neither of which keeps a pass from reduce-scattering.
+               ChunkMBS runs m micro-chunks inside of one pass, so m passes become 1
     EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, 2N where the block is recomputed
     TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward (Shoeybi et al., Megatron-LM,
                arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same bytes)
@@ -105,11 +107,18 @@ def exchanges(
     return Exchanges(calls, sent) if shape.ep > 1 else Exchanges(0, 0)
 
 
-def fsdp_traffic(model: ModelSize, sharding: Sharding, recipe: Recipe, passes: int) -> list[Collective]:
+def fsdp_traffic(
+    model: ModelSize, sharding: Sharding, recipe: Recipe, passes: int, *, sync_every_pass: bool = True
+) -> list[Collective]:
     """FSDP2's gathers and reduce-scatters in one step of `passes` forward and backward passes.
 
     A unit gathers `recipe.gathered` bytes an element, and reduces in fp32. What is not trained here is not run.
+
+    Args:
+        sync_every_pass: every pass reduce-scatters, as in MindSpeed-MM; without it the last one alone, as in the
+            embedded trainer (`set_requires_gradient_sync`), which holds whole gradients from pass to pass for that.
     """
+    syncs = passes if sync_every_pass else 1
     found: dict[tuple[str, str, int], list[int]] = {}
     for unit in units(model, sharding):
         if unit.trained and unit.ranks > 1:
@@ -118,8 +127,8 @@ def fsdp_traffic(model: ModelSize, sharding: Sharding, recipe: Recipe, passes: i
             gathers[0] += 2 * passes
             gathers[1] += 2 * passes * elements * recipe.gathered
             reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
-            reductions[0] += 1
-            reductions[1] += elements * _REDUCED
+            reductions[0] += syncs
+            reductions[1] += syncs * elements * _REDUCED
     return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
 
 

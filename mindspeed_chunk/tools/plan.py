@@ -62,10 +62,15 @@ def _parser() -> argparse.ArgumentParser:
         "--imbalance", type=float, default=1.0, help="rows of the busiest rank's experts over the mean (default: 1)"
     )
     parser.add_argument(
-        "--chunk-loss", type=int, default=1024, help="tokens with logits at a time; 0: all (default: 1024)"
+        "--chunk-loss",
+        type=int,
+        default=1024,
+        help="tokens of a micro batch with logits at a time; 0: all (default: 1024)",
     )
     parser.add_argument("--reserve", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
-    parser.add_argument("--freeze-vision", action="store_true", help="the vision tower is neither trained nor run")
+    parser.add_argument(
+        "--freeze-vision", action="store_true", help="the vision tower is not trained (model.freeze), and no images run"
+    )
     parser.add_argument("--all", action="store_true", help="every table, not only those of the recommendation")
     parser.add_argument("--json", action="store_true", help="print everything as json instead")
     parser.add_argument("--html", metavar="FILE", help="write one page with tables and charts")

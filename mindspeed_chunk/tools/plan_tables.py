@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,12 +17,13 @@ def print_report(report: dict[str, Any], console: Console, *, everything: bool) 
     _print_job(report["job"], console)
     recommendation = report["recommendation"]
     heading = "recommended" if recommendation["fits"] else "least memory, does not fit"
-    settings = [recommendation["best"], *recommendation["runners_up"]]
+    settings = [recommendation["best"] or recommendation["least_memory"], *recommendation["runners_up"]]
     console.print(_settings([heading, *["runner-up"] * len(recommendation["runners_up"])], settings))
     for sentence in recommendation["why"]:
         console.print(f"- {sentence}", highlight=False)
     console.print(_layouts(report["layouts"]))
-    console.print(_chunks(report["chunks"], everything))
+    for table in _chunks(report["chunks"], everything):
+        console.print(table)
     if everything:
         console.print(_traffic(report["layouts"][:3]))
         for table in (_precision, _batch, _activations, _sequence):
@@ -44,16 +46,20 @@ def _print_job(job: dict[str, Any], console: Console) -> None:
     )
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(title: str, columns: Iterable[str], wrapped: Iterable[str] = ()) -> Table:
+    """A table that fits on 80 columns: headings have a line a word, and only the `wrapped` columns may be narrowed."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    )
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        wraps = column in wrapped
+        heading, justify = (column, "left") if wraps else (column.replace(" ", "\n"), "right")
+        table.add_column(heading, justify=justify if number else "left", no_wrap=not wraps)
     return table
 
 
 def _settings(names: list[str], settings: list[dict[str, Any]]) -> Table:
-    table = _table("settings", ("", "setting", "GB", "host GB", "s a step"))
-    table.columns[1].justify = "left"
+    table = _table("settings", ("", "setting", "GB", "host GB", "step s"), wrapped=["setting"])
     for name, each in zip(names, settings):
         table.add_row(
             name, each["title"], f"{each['peak'] / GB:.1f}", f"{each['host'] / GB:.1f}", f"{each['step']:.3f}"
@@ -62,20 +68,22 @@ def _settings(names: list[str], settings: list[dict[str, Any]]) -> Table:
 
 
 def _layouts(found: list[dict[str, Any]]) -> Table:
-    table = _table("layouts", ("layout", "role", "GB", "s a step", "groups inside a node", "groups across nodes"))
+    wrapped = ("layout", "role", "batch, recompute, N, keep", "across nodes")
+    columns = (*wrapped[:3], "GB", "step s", wrapped[3])
+    table = _table("layouts, each with its own best setting", columns, wrapped)
     for each in found:
         layout = each["title"].split(",")[0]
         if "problem" in each:
-            table.add_row(layout, each["role"], "", "", each["problem"], "")
+            table.add_row(layout, each["role"], each["problem"], "", "", "")
             continue
-        inside = each["inside_node"]
-        places = (" ".join(kind for kind, here in inside.items() if here is wanted) for wanted in (True, False))
-        table.add_row(layout, each["role"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places)
+        across = " ".join(kind for kind, inside in each["inside_node"].items() if not inside)
+        table.add_row(layout, each["role"], each["brief"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", across)
     return table
 
 
 def _traffic(found: list[dict[str, Any]]) -> Table:
-    table = _table("traffic of a rank in a step", ("layout", "group", "kind", "ranks", "calls", "GB", "s on its links"))
+    columns = ("layout", "group", "kind", "ranks", "calls", "GB", "link s")
+    table = _table("traffic of a rank in a step", columns)
     for each in found:
         for sent in each.get("traffic", ()):
             sizes = (str(sent["ranks"]), str(sent["calls"]), f"{sent['nbytes'] / GB:.2f}", f"{sent['seconds']:.3f}")
@@ -83,22 +91,23 @@ def _traffic(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _chunks(found: list[dict[str, Any]], everything: bool) -> Table:
-    shown = [each for each in found if everything or (each["schedule"], each["keep"]) == ("rolling", "activations")]
-    ep = shown[0]["ep"]
-    columns = ("schedule, keep", "N", "rows an expert", "resident tokens", "sent GB", "kept GB", "peak GB")
+def _chunks(found: list[dict[str, Any]], everything: bool) -> Iterator[Table]:
+    """A table for each schedule and memory mode; without `everything`, for the first of them."""
+    ways = list(dict.fromkeys((each["schedule"], each["keep"]) for each in found))
+    columns = ("N", "expert rows", "resident tokens", "sent GB", "kept GB", "peak GB")
     columns += ("forward ms", "backward ms", "exposed ms")
-    table = _table(f"one MoE layer, forward and backward, EP={ep}", columns)
-    for each in shown:
-        table.add_row(
-            f"{each['schedule']}, {each['keep']}",
-            str(each["num_chunks"]),
-            str(each["rows_per_expert"]),
-            str(each["resident_tokens"]),
-            *(f"{each[key] / GB:.3f}" for key in ("sent", "kept", "peak")),
-            *(f"{each[key] * 1e3:.2f}" for key in ("forward", "backward", "exposed")),
-        )
-    return table
+    for schedule, keep in ways if everything else ways[:1]:
+        table = _table(f"one MoE layer, EP={found[0]['ep']}, {schedule}, keep {keep}", columns)
+        for each in found:
+            if (each["schedule"], each["keep"]) == (schedule, keep):
+                table.add_row(
+                    str(each["num_chunks"]),
+                    str(each["rows_per_expert"]),
+                    str(each["resident_tokens"]),
+                    *(f"{each[key] / GB:.3f}" for key in ("sent", "kept", "peak")),
+                    *(f"{each[key] * 1e3:.2f}" for key in ("forward", "backward", "exposed")),
+                )
+        yield table
 
 
 def _precision(found: list[dict[str, Any]]) -> Table:
@@ -106,25 +115,25 @@ def _precision(found: list[dict[str, Any]]) -> Table:
         "recipe",
         "weight",
         "master",
-        "gradient",
-        "moments",
-        "kept B",
-        "gathered B",
-        "GB a rank",
-        "here",
-        "loss scaling",
+        "grad",
+        "Adam",
+        "kept",
+        "gathered",
+        "rank GB",
+        "runs here",
+        "scaled loss",
     )
     table = _table("bytes a parameter", columns)
     for each in found:
         sizes = (str(each[key]) for key in ("weight", "master", "grad", "moments", "kept", "gathered"))
         possible = "yes" if each["possible"] else "no"
-        scaling = "needed" if each["loss_scaling"] else ""
+        scaling = "yes" if each["loss_scaling"] else ""
         table.add_row(each["name"], *sizes, f"{each['rank'] / GB:.2f}", possible, scaling)
     return table
 
 
 def _batch(found: list[dict[str, Any]]) -> Table:
-    columns = ("samples as", "gathers", "GB", "reduce-scatters", "GB", "peak GB", "s a step")
+    columns = ("samples as", "gathers", "GB", "reduce-scatters", "GB", "peak GB", "step s")
     table = _table("gradient accumulation and ChunkMBS", columns)
     for each in found:
         table.add_row(
@@ -148,7 +157,8 @@ def _activations(found: list[dict[str, Any]]) -> Table:
 
 
 def _sequence(found: list[dict[str, Any]]) -> Table:
-    table = _table("context parallel", ("way", "ranks", "tokens a rank", "calls a sample", "GB a sample", "limit"))
+    columns = ("way", "ranks", "tokens a rank", "calls a sample", "GB a sample", "limit")
+    table = _table("context parallel", columns, wrapped=["limit"])
     for each in found:
         calls = sum(sent["calls"] for sent in each["traffic"])
         nbytes = sum(sent["nbytes"] for sent in each["traffic"])
