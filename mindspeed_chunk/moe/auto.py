@@ -125,6 +125,7 @@ def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType, con
         candidates=candidates,
         schedule=config.chunk_moe_schedule,
         keep=config.keep,
+        lookahead=config.chunk_moe_lookahead,
         dtype=str(dtype),
         rows_of=lambda n: busiest_rows(counts_RSE, n, top_k),
     )

@@ -94,8 +94,8 @@ def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) ->
             than all rows of its group, EP times the mean; with EP=1 it computes its own, whatever the routing.
     """
     imbalance = min(imbalance, shape.ep)
-    size = -(-shape.tokens // num_chunks)
-    tokens = [max(0, min(size, shape.tokens - c * size)) for c in range(num_chunks)]
+    ends = [-(-c * shape.tokens // num_chunks) for c in range(num_chunks + 1)]
+    tokens = [end - start for start, end in zip(ends, ends[1:])]
     received = [round(n * shape.top_k * imbalance) for n in tokens]
     return tuple(
         ChunkRows(n, n * shape.top_k, rows, -(-rows // shape.local_experts)) for n, rows in zip(tokens, received)
