@@ -29,14 +29,14 @@ class Opened:
 
     def __init__(self, call: Call, plan: PendingPlan) -> None:
         self.call, self.plan, self.filled = call, plan, False
-        self._walk: Forward | Backward
+        self._walk: Forward | Backward | None = None
 
     def hand_over(self, walk: Forward | Backward) -> None:
         self._walk = walk
 
     def take_over(self) -> Forward | Backward:
-        walk = self._walk
-        del self._walk
+        walk, self._walk = self._walk, None
+        assert walk is not None  # one node hands over, then the other takes
         return walk
 
     def abandon(self) -> None:
