@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent
 PATCHES = "mindspeed_chunk.patches"
 
 # Read as text: importing the package here would need what it depends on.
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M).group(1)
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M)
 
 setup(
     name="mindspeed_chunk",
@@ -47,7 +47,15 @@ setup(
         "standalone": ["transformers>=5.24,<5.25", "safetensors", "numpy"],
         "tools": ["matplotlib"],
         "npu": ["torch_npu>=2.7.1,<2.14"],
-        "test": ["pytest>=8", "hypothesis", "pydantic>=2", "ruff>=0.17,<0.18", "setuptools>=70.1"],
+        "test": [
+            "pytest>=8",
+            "hypothesis",
+            "pydantic>=2",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<2.5",
+            "types-PyYAML",
+            "setuptools>=70.1",
+        ],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -68,7 +69,7 @@ def main():
     record = {"torch": torch.__version__, "machine": platform.machine(), "gigabytes a second": options.gigabytes}
     if options.device == "cuda" and not torch.cuda.is_available():
         return skip(options, record, f"torch {torch.__version__} sees no CUDA device here")
-    device = torch.device(options.device, 0 if options.device == "cuda" else None)
+    device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
     record["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu, tiny sizes"
     record["values"] = [*op_errors(device), *layer_errors(device), offload_error(device), *waits(device)]
     wrong = [f"{each['what']}: off by {each['error']:.1e}" for each in record["values"] if not each["right"]]
@@ -102,7 +103,8 @@ class Wire:
     """
 
     def __init__(self, device):
-        self.device, self.streams, self.rate = device, accelerator(device), None
+        self.device, self.rate = device, None
+        self.streams: Any = accelerator(device)
         self.seconds = 0.0  # that the link was held, since somebody set it back
         if self.streams is not None:
             self.side = self.streams.Stream(device)
@@ -266,7 +268,7 @@ def run_ranks(options):
 
 def between_devices(options):
     rank, number = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    device = torch.device(f"cuda:{rank}" if options.device == "cuda" else "cpu")
     if options.device == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(options.rank_of)

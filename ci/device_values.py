@@ -105,8 +105,8 @@ def op_errors(device):
     order = cpu.permute(given["x"], given["route"])[1]
     wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in given.items()}
     theirs = SimpleNamespace(**wide, order=order, groups=Groups.of(COUNTS))
-    mine = {name: tensor.to(device) for name, tensor in given.items()}
-    mine = SimpleNamespace(**mine, order=order.to(device), groups=Groups.of(COUNTS, device))
+    moved = {name: tensor.to(device) for name, tensor in given.items()}
+    mine = SimpleNamespace(**moved, order=order.to(device), groups=Groups.of(COUNTS, device))
     return [judged(name, [(run(cuda, mine), run(cpu, theirs))], allowed) for name, allowed, run in OPERATIONS]
 
 
@@ -137,8 +137,8 @@ def offload_error(device):
     """Gradients of blocks whose activations wait on the host, against the same blocks without."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, H, generator=generator).to(device)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU(), torch.nn.LayerNorm(H)) for _ in range(4)]
-    blocks = torch.nn.ModuleList(blocks).to(device)
+    made = [torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.GELU(), torch.nn.LayerNorm(H)) for _ in range(4)]
+    blocks = torch.nn.ModuleList(made).to(device)
     offload, found = ActivationOffload(), []
     for run in (lambda i: blocks[i], lambda i: offload.wrap(f"block {i}", blocks[i])):
         hidden = x.clone().requires_grad_() * 1
@@ -159,7 +159,7 @@ def waits(device):
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            out = dispatch(E, leaves[0], given["route"], *leaves[1:])
+            out = dispatch(E, leaves[0], given["route"], leaves[1], leaves[2], leaves[3])
             torch.autograd.grad(out, leaves, given["x"])
         except RuntimeError as error:
             found = str(error).splitlines()[0]

@@ -80,7 +80,8 @@ class Blocks:
         config, _ = load_config(EXAMPLE / "tiny.yaml", [*settings, *overrides], dist.get_world_size())
         self.trainer = Trainer(prepare(config))
         self.hidden = self.trainer.model.config.text_config.hidden_size
-        self.watch, self.spans = None, []
+        self.watch: LiveBytes
+        self.spans: list[tuple[float, float, int]] = []
 
     def measure(self):
         self.trainer.step(0)  # host buffers, optimizer state: there before it counts

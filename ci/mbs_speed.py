@@ -69,9 +69,9 @@ def measure(options):
     if apart > BOUND:
         print(f"loss or gradient norm differ by {apart:.1e}; no times printed", file=sys.stderr)
         return 1
-    times = {name: [] for name in trainers}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
     for step in range(2, 2 + options.repeats):
-        for name in sorted(trainers, reverse=step % 2):
+        for name in sorted(trainers, reverse=step % 2 == 1):
             times[name].append(timed(trainers[name], step))
     if dist.get_rank() == 0:
         report(options, times, gathered, apart)

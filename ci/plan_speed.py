@@ -70,7 +70,7 @@ def measure(options):
     layer.check(list(cases.values()))
     content = device(options, layer, small)
     predicted = predict(options, content)
-    seconds = {n: [] for n in cases}
+    seconds: dict[int, list[float]] = {n: [] for n in cases}
     for round_ in range(-1, options.repeats):
         for n, case in sorted(cases.items(), reverse=round_ % 2 == 1):
             took = layer.time(case)

@@ -18,5 +18,7 @@ stage "lint"
 "$VENV/bin/ruff" check .
 stage "format"
 "$VENV/bin/ruff" format --check .
+stage "types"
+"$VENV/bin/mypy"
 stage "tests ($("$VENV/bin/python" -V), torch $("$VENV/bin/python" -c 'import torch; print(torch.__version__)'))"
 "$VENV/bin/python" -m pytest "$@"

@@ -72,7 +72,7 @@ def main() -> None:
 
     agree({"ranks": size}, check_all_to_all(dist.group.WORLD, device), dist.group.WORLD, device)
     measured = exchange(rank, size, 4096 if device.type != "cpu" else 64, device)
-    by_rank: list[dict | None] = [None] * size
+    by_rank: list[dict] = [{}] * size
     dist.all_gather_object(by_rank, measured)
     if rank == 0:
         report(by_rank, arguments.device, arguments.out)

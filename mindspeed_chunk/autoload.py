@@ -9,7 +9,7 @@ import os
 import warnings
 
 
-def autoload():
+def autoload() -> None:
     try:
         from mindspeed_chunk.patches import install
 

@@ -1,5 +1,7 @@
 """What a user may set. A wrong value is one line that says where it stands, what it is and what it may be."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import functools
@@ -15,14 +17,14 @@ SHOWN_CHARS = 80
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, where there is one."""
+    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, or empty."""
 
-    def __init__(self, message, path=None):
+    def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
         self.path = path
 
     @classmethod
-    def about(cls, path, value, rule, way_out):
+    def about(cls, path: str, value: object, rule: str, way_out: str) -> ConfigError:
         """The error "<yaml path>: <value>: <rule>; <way out>"."""
         shown = " ".join(repr(value).split())
         if len(shown) > SHOWN_CHARS:
@@ -71,7 +73,7 @@ class ChunkMoEConfig:
     chunk_moe_overlap_shared_expert: bool = False
     chunk_moe_backend: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.name)
         if self.both_sizes:
@@ -79,12 +81,12 @@ class ChunkMoEConfig:
         _check_together(dataclasses.asdict(self), "")
 
     @property
-    def keep(self):
+    def keep(self) -> str:
         """One of `KEEPS`."""
         return self.chunk_moe_keep or ("rows" if self.chunk_moe_recompute else "activations")
 
     @property
-    def both_sizes(self):
+    def both_sizes(self) -> str:
         """What there is to say where both sizes are set; empty where not."""
         if not (self.moe_num_chunks and self.moe_chunk_size):
             return ""
@@ -94,7 +96,7 @@ class ChunkMoEConfig:
         )
 
     @classmethod
-    def from_mapping(cls, mapping, path="parallel.ep_plan"):
+    def from_mapping(cls, mapping: object, path: str = "parallel.ep_plan") -> ChunkMoEConfig:
         """Take the keys of this class out of the host's `ep_plan` mapping, which stands at `path` of the yaml.
 
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
@@ -130,7 +132,7 @@ class ChunkMBSConfig:
     chunk_whole_names: tuple[str, ...] = ()
     chunk_infer: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             _check_mbs(field.name, value, field.name)
@@ -138,7 +140,7 @@ class ChunkMBSConfig:
                 object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
-    def from_mapping(cls, mapping, path="features.chunkmbs_plan"):
+    def from_mapping(cls, mapping: object, path: str = "features.chunkmbs_plan") -> ChunkMBSConfig:
         """Read the host's `chunkmbs_plan`.
 
         Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, cast
 
 import torch
 
@@ -29,7 +30,7 @@ def host_buffer(shape: int | Sequence[int], dtype: torch.dtype, device: torch.de
 class Copy:
     """A copy on a side stream."""
 
-    def __init__(self, streams: ModuleType, device: torch.device, event) -> None:
+    def __init__(self, streams: ModuleType, device: torch.device, event: Any) -> None:
         self._streams, self._device, self._event = streams, device, event
 
     def wait(self) -> None:
@@ -47,7 +48,7 @@ class CopyLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = accelerator(device)
-        self._stream = None if self._streams is None else self._streams.Stream(device)
+        self._stream: Any = None if self._streams is None else self._streams.Stream(device)
 
     @torch.no_grad()
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work = DONE) -> Work:
@@ -57,7 +58,7 @@ class CopyLane:
         the stream they were made on. They are kept, not marked with `record_stream`, which would leave it to chance
         when their memory can be used again.
         """
-        if self._stream is None:
+        if self._streams is None:
             after.wait()
             target.copy_(source)
             return DONE
@@ -85,10 +86,10 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor, name: str, after: Work = DONE) -> None:
         self._tensor, self._name, self._after = tensor, name, after
-        self._host = None
+        self._host: torch.Tensor | None = None
         if accelerator(tensor.device) is not None:
             self._host = host_buffer(tensor.shape, tensor.dtype, tensor.device)
-            self._copy = _lane(tensor.device).copy(self._host, tensor, after)
+            self._copy = cast(Copy, _lane(tensor.device).copy(self._host, tensor, after))
 
     def wait(self) -> torch.Tensor:
         emit("host_copy", self._name, elements=self._tensor.numel())

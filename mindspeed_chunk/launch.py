@@ -10,7 +10,7 @@ import sys
 from mindspeed_chunk.patches import install
 
 
-def main():
+def main() -> int:
     if len(sys.argv) < 2:
         print("usage: python -m mindspeed_chunk.launch SCRIPT.py [ARGUMENTS ...]", file=sys.stderr)
         return 2

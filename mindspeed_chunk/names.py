@@ -46,7 +46,7 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         found = self._regex.fullmatch(name)
-        return bool(found) and all(r is None or int(n) in r for n, r in zip(found.groups(), self._ranges))
+        return found is not None and all(r is None or int(n) in r for n, r in zip(found.groups(), self._ranges))
 
     def examples(self) -> Iterator[str]:
         """Names that it matches: all numbers of a range, a 0 for every other wildcard, for there may be one layer."""

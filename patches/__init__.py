@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 
 from mindspeed_chunk.patches import (
     chunk_mbs,
@@ -72,6 +73,6 @@ def remove() -> None:
         patch.take_back()
 
 
-def _on_import(patch: Patch, module) -> None:
+def _on_import(patch: Patch, module: ModuleType) -> None:
     if _active:
         patch.on_import(module)

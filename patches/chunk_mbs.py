@@ -24,7 +24,7 @@ _NAME = "apply_chunkmbs_module"
 _PARAMETERS = ("chunk_mbs_modules", "chunkmbs_cfg")
 _MARK = "_mindspeed_chunk_mbs"
 
-_module: ModuleType | None = None
+_module: Any = None
 _original = None
 
 
@@ -84,8 +84,8 @@ def wrap(
 
     from mindspeed_chunk.mbs.block import ChunkMBS, check_order, transformers_outputs
 
-    modules = {id(module): (name, module) for name, module in reversed(list(named))}  # the first name stays
-    modules = [pair for pair in reversed(modules.values()) if not hasattr(pair[1].forward, _MARK)]
+    once = {id(module): (name, module) for name, module in reversed(list(named))}  # the first name stays
+    modules = [pair for pair in reversed(once.values()) if not hasattr(pair[1].forward, _MARK)]
     check_order((), (), [name for name, _ in modules])
     bare = [name for name, module in modules if "forward" not in vars(module)]
     if inner and bare:

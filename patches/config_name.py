@@ -7,6 +7,7 @@ import functools
 import sys
 import typing
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo
@@ -26,7 +27,7 @@ def apply(module: ModuleType) -> Undo:
     return _widen(module, plan, names)
 
 
-def _widen(module: ModuleType, plan: type, names: tuple[str, ...]) -> Undo:
+def _widen(module: ModuleType, plan: Any, names: tuple[str, ...]) -> Undo:
     """pydantic (26.1 and later): extra keys are kept, the dispatcher's name is checked."""
 
     def set_names(to: tuple[str, ...]) -> None:
@@ -41,7 +42,7 @@ def _widen(module: ModuleType, plan: type, names: tuple[str, ...]) -> Undo:
     return lambda: set_names(names)
 
 
-def _admit_extra_keys(plan: type) -> Undo:
+def _admit_extra_keys(plan: Any) -> Undo:
     """dataclasses (26.0): names are not checked, but unknown keys are a TypeError; the host has the cure for both."""
     from mindspeed_mm.fsdp.params.utils import allow_extra_fields
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.patches import settings
 from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo, log_once
@@ -24,7 +25,7 @@ _HELPERS = ("create_stream", "create_event", "get_current_stream", "switch_to_sp
 class _Stream:
     """Work on a CPU is done when the call returns: there is nothing to wait for."""
 
-    def wait_event(self, event) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     wait_stream = wait_event
@@ -37,7 +38,7 @@ class _Stream:
 
 
 class _Event:
-    def record(self, stream=None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
     wait = record
@@ -121,7 +122,7 @@ class _UnpinnedTorch(ModuleType):
         super().__init__(torch.__name__)
         self._torch = torch
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
     def empty(self, *args, pin_memory=False, **kwargs):
@@ -137,7 +138,7 @@ def _accelerator(original: Callable, changes: _Changes) -> Callable:
 
         changes.keep(torch, "accelerator")
         original(fallback_module)
-        copied = torch.accelerator
+        copied: Any = torch.accelerator
         copied.set_device_index = copied.set_device_idx = lambda index: None
         copied.current_device_index = lambda: "cpu"  # given to `device=` by the host
         copied.manual_seed = copied.manual_seed_all = torch.manual_seed

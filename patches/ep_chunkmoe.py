@@ -9,11 +9,19 @@ import functools
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.patches import ep_dispatcher, settings
 from mindspeed_chunk.patches.record import Patch, Undo
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 _PACKAGE = "mindspeed_mm.fsdp.distributed.expert_parallel"
 _NAME = f"{_PACKAGE}.ep_chunkmoe"
@@ -23,13 +31,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         return importlib.util.spec_from_loader(name, self) if name == _NAME else None
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         module.__doc__ = "Chunk MoE of mindspeed_chunk, under the published names."
         module.ep_chunkmoe_forward = ep_chunkmoe_forward
         module.batched_pre_dispatch_metadata = batched_pre_dispatch_metadata
 
 
-def ep_chunkmoe_forward(*args, ep_plan=None, **kwargs):
+def ep_chunkmoe_forward(*args: Any, ep_plan: object = None, **kwargs: Any) -> torch.Tensor:
     """The host's `ep_forward` arguments and the plan with the `moe_*` and `chunk_moe_*` keys; returns `[T, H]`.
 
     Raises:
@@ -46,13 +54,15 @@ def ep_chunkmoe_forward(*args, ep_plan=None, **kwargs):
 
 
 @functools.cache
-def _dispatcher(config: ChunkMoEConfig):
+def _dispatcher(config: ChunkMoEConfig) -> ChunkMoEDispatcher:
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
     return ChunkMoEDispatcher(config, weight_layout="LHF")
 
 
-def batched_pre_dispatch_metadata(chunk_se_list, num_global_experts, ep_group=None):
+def batched_pre_dispatch_metadata(
+    chunk_se_list: Sequence[torch.Tensor], num_global_experts: int, ep_group: dist.ProcessGroup | None = None
+) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor], list[torch.Tensor]]:
     """Splits and counts of every chunk from one gather and one host copy.
 
     Args:
@@ -93,7 +103,7 @@ def apply(module: ModuleType) -> Undo:
     def undo() -> None:
         sys.meta_path.remove(finder)
         loaded = sys.modules.get(_NAME)
-        if loaded is not None and loaded.__spec__.loader is finder:
+        if loaded is not None and loaded.__spec__ is not None and loaded.__spec__.loader is finder:
             del sys.modules[_NAME]
 
     return undo

@@ -35,7 +35,7 @@ _OPTIONAL = {
 _IMPORTERS = ("mindspeed_mm.mcore.models.qwen3_5.modules",)
 
 _dispatchers: dict[Any, Callable] = {}
-_module: ModuleType | None = None
+_module: Any = None
 _original: Callable | None = None
 
 
@@ -107,7 +107,7 @@ def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _balanced(module: ModuleType, named: dict[str, Any]):
+def _balanced(module: ModuleType, named: dict[str, Any]) -> Any:
     """MM_FORCE_EP_BALANCE: tokens take turns over the experts; padded ones, which are not sent, have no turn."""
     index = named["selected_experts"]
     if not named.get("skip_moe_pad_tokens"):

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import logging
-from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.checks import NAME
@@ -16,7 +16,7 @@ from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Undo, log
 _IMPORTERS = ("mindspeed_mm.fsdp.distributed.torch_parallelize",)
 
 
-def apply(module: ModuleType) -> Undo:
+def apply(module: Any) -> Undo:
     original = module.expert_parallelize_modules
     if tuple(inspect.signature(original).parameters) != ("modules", "ep_mesh", "plan"):
         raise Drifted(f"expert_parallelize_modules{signature_of(original)}")

@@ -6,12 +6,13 @@ import functools
 import inspect
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import chunk_mbs
 from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo, signature_of
 
-_applier: type | None = None
+_applier: Any = None
 _original = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs import checks
@@ -16,7 +17,7 @@ from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, set
 from mindspeed_chunk.patches.record import APPLIED, log_once
 
 
-def check(arguments: object) -> None:
+def check(arguments: Any) -> None:
     """Raises ConfigError. Does nothing for a configuration that does not ask for ChunkMBS."""
     features = settings.features(arguments)
     asked = features.get("enable_chunk_mbs", False)
@@ -46,8 +47,8 @@ def check(arguments: object) -> None:
     wrappers = _inner(arguments, features)
     checks.check_covered(wrappers, config.apply_modules)
     inner = _check_memory(wrappers)
-    sizes = (getattr(arguments.training, name, None) for name in ("micro_batch_size", "val_micro_batch_size"))
-    sizes = tuple(size for size in sizes if size)
+    given = (getattr(arguments.training, name, None) for name in ("micro_batch_size", "val_micro_batch_size"))
+    sizes = tuple(size for size in given if size)
     if own:
         chunk_mbs.use(sizes, inner)
     else:
@@ -65,7 +66,7 @@ def _imported(module: str) -> bool:
     return True
 
 
-def _count_rows(parallel: object) -> None:
+def _count_rows(parallel: Any) -> None:
     """The host's allgather must know how many rows a micro-chunk has on each rank."""
     if parallel.ep_plan.dispatcher != "allgather" or not _imported(row_counts.PATCH.module):
         return
@@ -74,7 +75,7 @@ def _count_rows(parallel: object) -> None:
     row_counts.use()
 
 
-def _inner(arguments: object, features: Mapping[str, object]) -> checks.Inner:
+def _inner(arguments: Any, features: Mapping[str, Any]) -> checks.Inner:
     """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
     if "activation_offload_plan" in features:  # since 26.1
         return {
@@ -102,7 +103,7 @@ def _check_memory(inner: checks.Inner) -> list[str]:
     return [switch for switch, patterns in inner.items() if patterns is not None]
 
 
-def _units(parallel: object) -> dict[str, Sequence[str]]:
+def _units(parallel: Any) -> dict[str, Sequence[str]]:
     """Names of FSDP2 units, by the list of the yaml that they stand in."""
     units = {"parallel.fsdp_plan.apply_modules": getattr(parallel.fsdp_plan, "apply_modules", None) or []}
     if parallel.expert_parallel_size > 1:

@@ -9,10 +9,11 @@ import contextlib
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.patches.record import Drifted, Patch, Undo
 
-_module: ModuleType | None = None
+_module: Any = None
 _original = None
 
 

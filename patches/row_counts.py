@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.patches.record import Drifted, Patch, Undo, signature_of
 
@@ -16,8 +18,8 @@ _COUNTS = "EP_RANK_SEQ_LENS"
 # what is moved: the rows of this rank, or those of all ranks
 _FUNCTIONS = {"_gather_along_first_dim": True, "_reduce_scatter_along_first_dim": False}
 
-_module: ModuleType | None = None
-_originals: dict[str, object] = {}
+_module: Any = None
+_originals: dict[str, Callable] = {}
 
 
 def check(module: ModuleType) -> Undo:
@@ -40,7 +42,7 @@ def use() -> None:
             setattr(_module, name, _scaled(_module, original, of_this_rank))
 
 
-def _scaled(module: ModuleType, original, of_this_rank: bool):
+def _scaled(module: ModuleType, original: Callable, of_this_rank: bool) -> Callable:
     import torch.distributed as dist
 
     @functools.wraps(original)

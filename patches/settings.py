@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Mapping
+from typing import Any
 
 DISABLE = "MINDSPEED_CHUNK_DISABLE"
 DISPATCHER = "MINDSPEED_CHUNK_DISPATCHER"
@@ -32,14 +33,14 @@ def host_chunk_mbs_chosen() -> bool:
     return os.environ.get(CHUNK_MBS) == "host"
 
 
-def plan_mapping(plan: object) -> Mapping[str, object]:
+def plan_mapping(plan: Any) -> Mapping[str, Any]:
     """A section as a mapping, extra keys included: pydantic on 26.1 and later, a dataclass before."""
     return plan.model_dump() if hasattr(plan, "model_dump") else dict(vars(plan))
 
 
-def features(arguments: object) -> Mapping[str, object]:
+def features(arguments: object) -> Mapping[str, Any]:
     """The `features` section; on 26.0, which does not know it, as it stands in the yaml."""
-    section = getattr(arguments, "features", None)
+    section: Any = getattr(arguments, "features", None)
     if hasattr(section, "model_dump"):
         return section.model_dump()
     section = getattr(arguments, "_extra_fields", {}).get("features")

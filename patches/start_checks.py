@@ -6,7 +6,9 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
@@ -24,7 +26,7 @@ def apply(module: ModuleType) -> Undo:
     raise Drifted(f"neither Arguments.model_post_init nor parse_args{signature_of(module.Arguments)}")
 
 
-def _wrap(owner: object, name: str, after) -> Undo:
+def _wrap(owner: object, name: str, after: Callable[[Any, Any], None]) -> Undo:
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -41,13 +43,13 @@ def _wrap(owner: object, name: str, after) -> Undo:
     return lambda: setattr(owner, name, original)
 
 
-def check(arguments: object) -> None:
+def check(arguments: Any) -> None:
     """Raises ConfigError. Does nothing for a configuration that asks for neither."""
     _check_chunk_moe(arguments)
     mbs_checks.check(arguments)
 
 
-def _check_chunk_moe(arguments: object) -> None:
+def _check_chunk_moe(arguments: Any) -> None:
     parallel = arguments.parallel
     plan = parallel.ep_plan
     if plan.dispatcher != NAME:
@@ -93,13 +95,13 @@ def _check_back_end(name: str) -> None:
         raise ConfigError(f"{checks.PLAN}.{error}") from None
 
 
-def _check_neighbours(arguments: object) -> None:
+def _check_neighbours(arguments: Any) -> None:
     """Features that Chunk MoE does not work with, by the key that turns them on."""
     features, training = getattr(arguments, "features", None), arguments.training  # 26.0 has no features
     checks.check_ep_balance(getattr(features, "enable_ep_balance", False))
     checks.check_op_replay(settings.value_at(settings.features(arguments), checks.OP_REPLAY))
     checks.check_quantisation(getattr(getattr(training, "quantization_plan", None), "recipe_name", None))
-    lora = getattr(training, "lora", None)
+    lora: Any = getattr(training, "lora", None)
     if getattr(lora, "enable", False):
         checks.check_lora(lora.target_modules)
 

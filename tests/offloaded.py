@@ -29,6 +29,18 @@ class Mark(torch.autograd.Function):
         return grad, None, None
 
 
+class Table(nn.Module):
+    """Is called without arguments, as a block of nothing but parameters may be."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(ROWS, H))
+
+    def forward(self):
+        return self.weight.sin().square()
+
+
 class Block(nn.Module):
     """Saves inputs (one of them for three ops), outputs (sigmoid, softmax), views, ints; `depth` says how many."""
 

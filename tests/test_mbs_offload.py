@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from mindspeed_chunk.config import ChunkMBSConfig
 from mindspeed_chunk.mbs.block import ChunkMBS, wrap_blocks
 from mindspeed_chunk.observe import observe
-from offloaded import ROWS, H, blocks, equal, make, rand, run
+from offloaded import ROWS, H, Table, blocks, equal, make, rand, run
 
 
 @pytest.mark.parametrize("recompute", ["", "block", "part"])
@@ -133,6 +133,13 @@ def test_two_forwards_and_an_evaluation_before_two_backwards(late, order, betwee
     hidden = None
     equal(found[1], found[0])
     assert offload.pool.out == 0
+
+
+def test_a_block_that_is_called_without_tensors():
+    plain, wrapped = Table(), Table()
+    plain().sum().backward()
+    make().wrap("table", wrapped)().sum().backward()
+    assert torch.equal(wrapped.weight.grad, plain.weight.grad)
 
 
 def test_gradients_of_gradients():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint import rules_batch, rules_keys, rules_mbs, rules_model, rules_moe
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.lint.rule import Finding, Subject
@@ -22,12 +23,12 @@ def check(document: Document, world: int | None = None, devices_per_node: int = 
         subject = Subject(document, world, devices_per_node)
     except Unreadable:
         raise
-    except ValueError as error:
+    except ConfigError as error:
         raise Unreadable(f"{document.name}:{document.line(error.path)}: {error}") from None
     found: dict[str, Finding] = {}
     for rule in RULES:
-        for error, edits, item in rule.find(subject):
-            line = document.line(error.path, item)
+        for problem, edits, item in rule.find(subject):
+            line = document.line(problem.path, item)
             # the first rule to say it is the one whose matter it is
-            found.setdefault(str(error), Finding(rule.id, rule.severity, error.path, line, str(error), edits))
+            found.setdefault(str(problem), Finding(rule.id, rule.severity, problem.path, line, str(problem), edits))
     return sorted(found.values(), key=lambda finding: finding.line)

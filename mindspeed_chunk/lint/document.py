@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,10 +34,10 @@ class Document:
         loader = None
         try:
             loader = yaml.SafeLoader(text)
-            self._root = loader.get_single_node()
+            self._root: Any = loader.get_single_node()
             _refuse_doubles(self._root, name)
             # merges (<<) are resolved into the nodes by this, too
-            self.data = None if self._root is None else loader.construct_document(self._root)
+            data = None if self._root is None else loader.construct_document(self._root)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -44,9 +45,10 @@ class Document:
         finally:
             if loader is not None:
                 loader.dispose()
-        if not isinstance(self.data, dict):
-            kind = type(self.data).__name__ if self.data is not None else "empty"
+        if not isinstance(data, dict):
+            kind = type(data).__name__ if data is not None else "empty"
             raise Unreadable(f"{name}: must be a mapping of sections, not {kind}; start from a stock yaml")
+        self.data: dict[Any, Any] = data
 
     @classmethod
     def read(cls, path: Path) -> Document:
@@ -72,9 +74,9 @@ class Document:
 
     def line(self, path: str, item: str = "") -> int:
         """Where the key stands, or an item of its list, from 1; where it does not, the nearest key around it."""
-        while path and self.find(path) is None:
+        while (place := self.find(path)) is None:
             path = path.rpartition(".")[0]
-        key, value = self.find(path)
+        key, value = place
         items = value.value if item and isinstance(value, yaml.SequenceNode) else ()
         found = next((node for node in items if node.value == item), key)
         return found.start_mark.line + 1
@@ -118,7 +120,7 @@ def _told(error: Exception, name: str) -> str:
     problem = error.problem or error.context or "no reason given"
     if "'\\t'" in problem:
         return f"{place}: a tab where yaml takes spaces only; indent with spaces"
-    if "duplicate anchor" in (error.context or ""):
+    if error.context_mark and "duplicate anchor" in (error.context or ""):
         first = error.context_mark.line + 1
         return f"{place}: not valid yaml: an anchor of this name stands in line {first} already; rename one"
     return f"{place}: not valid yaml: {' '.join(problem.split())}; correct the line, or the one before it"

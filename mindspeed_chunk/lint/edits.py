@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
@@ -28,7 +29,7 @@ class Rename:
         parent[self.to] = parent.pop(key)
 
     def on_text(self, document: Document) -> str:
-        key, _ = document.find(self.path)
+        key, _ = _found(document, self.path)
         return _replaced(document.text, key, self.to)
 
 
@@ -43,7 +44,7 @@ class Set:
         parent[key] = self.value
 
     def on_text(self, document: Document) -> str:
-        _, value = document.find(self.path)
+        _, value = _found(document, self.path)
         return _replaced(document.text, value, _written(self.value))
 
 
@@ -57,7 +58,7 @@ class Remove:
         del parent[key]
 
     def on_text(self, document: Document) -> str:
-        key, value = document.find(self.path)
+        key, value = _found(document, self.path)
         lines = document.text.splitlines(keepends=True)
         del lines[key.start_mark.line : value.end_mark.line + 1]
         return "".join(lines)
@@ -74,13 +75,13 @@ class Append:
         parent[key] = [*parent[key], self.item]
 
     def on_text(self, document: Document) -> str:
-        _, value = document.find(self.path)
+        _, value = _found(document, self.path)
         text, last = document.text, value.value[-1]
         end = last.end_mark.index
-        if value.flow_style:
+        if isinstance(value, yaml.CollectionNode) and value.flow_style:
             return f"{text[:end]}, {_written([self.item])[1:-1]}{text[end:]}"
         # behind what else stands in the last item's line
-        line_end = _LINE_END.search(text, end)
+        line_end = next(_LINE_END.finditer(text, end))
         end, line = line_end.start(), text.rfind("\n", 0, last.start_mark.index) + 1
         dash = text[line : last.start_mark.index]
         return "".join((text[:end], line_end.group() or "\n", dash, _written(self.item), text[end:]))
@@ -104,13 +105,20 @@ def apply(document: Document, edit: Edit) -> Document | None:
         return None
 
 
-def _unshared(data: object) -> object:
+def _unshared(data: Any) -> Any:
     """A copy in which nothing stands twice, however often the yaml's aliases name it."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_unshared(value) for value in data]
     return copy.copy(data)
+
+
+def _found(document: Document, path: str) -> tuple[yaml.Node, yaml.Node]:
+    found = document.find(path)
+    if found is None:
+        raise KeyError(path)
+    return found
 
 
 def _replaced(text: str, node: yaml.Node, new: str) -> str:

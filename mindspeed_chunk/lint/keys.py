@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
+from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 
@@ -86,7 +87,7 @@ _RECOMPUTE = {
     "apply_modules": names, "use_reentrant": anything, "op_replay_scopes": anything, "flatten_inputs": anything,
 }  # fmt: skip
 
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "parallel": {
         "data_parallel_size": optional(integer),
         "fully_shard_parallel_size": auto_or_integer,

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import ConfigError
@@ -16,6 +16,8 @@ from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.edits import Edit
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
+
+_Settings = TypeVar("_Settings")
 
 
 class Problem(NamedTuple):
@@ -61,9 +63,9 @@ class Subject:
         self.document, self.world, self.devices_per_node = document, world, devices_per_node
         self.settings = keys.read(document.data)
 
-    def get(self, path: str, default: object = None) -> object:
+    def get(self, path: str, default: Any = None) -> Any:
         """What stands at the path; `default` where nothing does, or null."""
-        found: object = self.settings
+        found: Any = self.settings
         for segment in path.split("."):
             found = found.get(segment) if isinstance(found, Mapping) else None
         return default if found is None else found
@@ -90,9 +92,12 @@ def problems(check: Callable, *arguments: object, edits: Iterable[Edit] = ()) ->
         yield Problem(error, tuple(edits))
 
 
-def read_leniently(read: Callable, plan: Mapping, path: str) -> tuple[object, list[ConfigError]]:
+def read_leniently(
+    read: Callable[[Mapping], _Settings], plan: Mapping, path: str
+) -> tuple[_Settings | None, list[ConfigError]]:
     """What `read(plan)` makes of the plan once its wrong keys are left out, or None; and what it said of each."""
-    plan, wrong = dict(plan), []
+    wrong: list[ConfigError] = []
+    plan = dict(plan)
     while True:
         try:
             with warnings.catch_warnings():

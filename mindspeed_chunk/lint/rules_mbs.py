@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.lint.edits import Append, Set
@@ -40,7 +40,7 @@ def settings(subject: Subject) -> Iterator[Problem]:
 
 def inner(subject: Subject) -> checks.Inner:
     """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
-    found = {}
+    found: dict[str, Sequence[str] | None] = {}
     for key, old in _SWITCHES:
         switch = old if subject.get(old) and not subject.get(key, False) else key
         found[switch] = subject.get(checks.names_key(switch), []) if subject.get(switch) else None

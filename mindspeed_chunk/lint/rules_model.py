@@ -70,7 +70,7 @@ def order(subject: Subject) -> Iterator[Problem]:
         return
     from mindspeed_chunk.mbs.block import check_order
 
-    matched = {path: [] for path in ("recompute", "offload", BLOCKS)}
+    matched: dict[str, list[str]] = {path: [] for path in ("recompute", "offload", BLOCKS)}
     kinds = dict(zip(map(names_key, inner(subject)), ("recompute", "offload"))) | {BLOCKS: BLOCKS}
     for path, pattern in _patterns(subject):
         if path in kinds:

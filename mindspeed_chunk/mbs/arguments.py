@@ -188,7 +188,7 @@ class Joined:
 
     def __init__(self, cut: Cut, batch_dim: int) -> None:
         self._cut, self._dim = cut, batch_dim
-        self._spec: TreeSpec | None = None
+        self._spec: TreeSpec
         self._leaves: list[Any] = []
         self._next = 0
 
@@ -200,7 +200,7 @@ class Joined:
         """
         length = self._cut.lengths[self._next]
         parts, spec = tree_flatten(output)
-        if self._spec is None:
+        if self._next == 0:
             self._spec = spec
             self._leaves = [self._buffer(part, length) for part in parts]
         elif spec != self._spec:
@@ -265,7 +265,8 @@ class _WholeGrad:
     """Takes up the gradients of slices of one tensor, whichever come, in whatever order."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._whole = tensor.shape, None
+        self._shape = tensor.shape
+        self._whole: torch.Tensor | None = None
 
     def write(self, grad: torch.Tensor, place: tuple[int, int, int]) -> None:
         if self._whole is None:

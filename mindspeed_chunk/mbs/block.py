@@ -60,7 +60,7 @@ class ChunkMBS:
             self._first = name
 
         @functools.wraps(forward)
-        def chunked(*args, **kwargs):
+        def chunked(*args: Any, **kwargs: Any) -> Any:
             cut = self._cut(name, cutter, args, kwargs)
             if len(cut.lengths) == 1:
                 return forward(*args, **kwargs)
@@ -70,25 +70,25 @@ class ChunkMBS:
 
     def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
         """Every rank's micro-chunks are counted once a pass, at its first block, before any of them runs."""
-        error = cut = None
+        found: Cut | CannotCut
         try:
-            cut = cutter.cut(args, kwargs)
+            found = cutter.cut(args, kwargs)
         except CannotCut as problem:
-            error = CannotCut(f"ChunkMBS, {name}: {problem}")
+            found = CannotCut(f"ChunkMBS, {name}: {problem}")
         if name == self._first and self._group is not None:
             device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-            self._agree(name, -1 if error else len(cut.lengths), device, error)
-        if error is not None:
-            raise error
-        return cut
+            self._agree(name, len(found.lengths) if isinstance(found, Cut) else -1, device, self._group)
+        if isinstance(found, CannotCut):
+            raise found
+        return found
 
-    def _agree(self, name: str, number: int, device: torch.device | None, error: CannotCut | None) -> None:
+    def _agree(self, name: str, number: int, device: torch.device | None, group: dist.ProcessGroup) -> None:
         local = torch.full((1,), number, dtype=torch.int64, device=device)
-        gathered, work = all_gather(local, self._group, "micro-chunks")
+        gathered, work = all_gather(local, group, "micro-chunks")
         work.wait()
         numbers = HostCopy(gathered, "micro-chunks").wait().flatten().tolist()
-        if error is None and len(set(numbers)) > 1:
-            ranks = dist.get_process_group_ranks(self._group)
+        if number >= 0 and len(set(numbers)) > 1:
+            ranks = dist.get_process_group_ranks(group)
             told = ", ".join(f"{n if n >= 0 else 'an error'} on rank {rank}" for rank, n in zip(ranks, numbers))
             raise CannotCut(
                 f"ChunkMBS, {name}: every rank must run equally many micro-chunks, but there are {told}; give every "

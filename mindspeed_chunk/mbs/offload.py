@@ -62,7 +62,7 @@ class ActivationOffload:
         forward = module.forward
 
         @functools.wraps(forward)
-        def offloaded(*args, **kwargs):
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -111,25 +111,26 @@ class _Group:
             self.offload._last = weakref.ref(self)
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
-        leaves = self._leaves(tensor)
+        lane = self.offload._lane
+        leaves = lane is not None and self._leaves(tensor, lane.device)
         # a tensor that its own op saves would hold its graph, which holds the tensor
         tensor = tensor.detach()
-        if not leaves:
+        if lane is None or not leaves:
             return _Kept(self.name, tensor)
         key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         saved = self._same.get(key, lambda: None)()
         if saved is None:
-            saved = _Saved(self, tensor)
+            saved = _Saved(self, tensor, lane)
             self.saved.append(weakref.ref(saved))
             self._same[key] = weakref.ref(saved)
         saved.uses += 1
         return saved
 
-    def _leaves(self, tensor: torch.Tensor) -> bool:
+    def _leaves(self, tensor: torch.Tensor, device: torch.device) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
-            and tensor.device == self.offload._lane.device
+            and tensor.device == device
             and tensor.nbytes >= _LEAST_BYTES
             and _storage(tensor) not in self._kept
             and not self._is_weight(tensor)
@@ -175,8 +176,8 @@ class _Kept:
 class _Saved:
     """A saved tensor, on the device, on the host, or on its way."""
 
-    def __init__(self, group: _Group, tensor: torch.Tensor) -> None:
-        self._group = group
+    def __init__(self, group: _Group, tensor: torch.Tensor, lane: CopyLane) -> None:
+        self._group, self._lane = group, lane
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
         self._host: torch.Tensor | None = None
@@ -197,23 +198,22 @@ class _Saved:
             return
         offload, tensor = self._group.offload, self._tensor
         self._host = offload.pool.take(tensor.nbytes, tensor.device)
-        self._work = offload._lane.copy(self._view(self._host), tensor)
+        self._work = self._lane.copy(self._view(self._host), tensor)
         emit("offload", self._group.name, to="host", bytes=tensor.nbytes)
 
     def let_go(self) -> None:
         """Free the tensor on the device, behind the copy to the host."""
         if self._host is not None and self._tensor is not None:
             self._work.wait()
-            self._check_version()
+            self._checked()
             self._tensor, self._work = None, DONE
 
     def fetch(self) -> None:
         """Start the copy to the device."""
         if self._tensor is not None or self._host is None:
             return
-        lane = self._group.offload._lane
-        self._tensor = torch.empty_like(self._like, device=lane.device)
-        self._work = lane.copy(self._tensor, self._view(self._host))
+        self._tensor = torch.empty_like(self._like, device=self._lane.device)
+        self._work = self._lane.copy(self._tensor, self._view(self._host))
         self._version = self._tensor._version
         emit("offload", self._group.name, to="device", bytes=self._tensor.nbytes)
 
@@ -224,8 +224,7 @@ class _Saved:
         if before is not None:
             before.fetch()
         self._work.wait()
-        self._check_version()
-        tensor, self._work = self._tensor, DONE
+        tensor, self._work = self._checked(), DONE
         self._used += 1
         if self._host is not None and self._used >= self.uses:
             self._tensor, self._used = None, 0  # for another backward it is on the host
@@ -235,8 +234,10 @@ class _Saved:
         like = self._like
         return torch.as_strided(buffer[: like.nbytes].view(like.dtype), like.shape, like.stride())
 
-    def _check_version(self) -> None:
+    def _checked(self) -> torch.Tensor:
+        assert self._tensor is not None  # here, or fetched
         _check_version(self._group.name, self._tensor, self._version)
+        return self._tensor
 
 
 def _check_version(name: str, tensor: torch.Tensor, version: int) -> None:

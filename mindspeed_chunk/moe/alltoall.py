@@ -88,7 +88,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        received, work = all_to_all(grad.contiguous(), *ctx.splits, ctx.group, "backward")
+        send_splits, recv_splits = ctx.splits
+        received, work = all_to_all(grad.contiguous(), send_splits, recv_splits, ctx.group, "backward")
         work.wait()
         return received, None, None, None
 

@@ -67,13 +67,15 @@ class Arguments:
         return self.routing_weights.gather(1, self.selected_experts.to(torch.int64).clamp(0, self.num_experts - 1))
 
     def pad_T(self) -> torch.Tensor | None:
-        return self.seq_mask.reshape(-1) == 0 if self.skip_pad else None
+        return self.seq_mask.reshape(-1) == 0 if self.skip_pad and self.seq_mask is not None else None
 
     def needs(self, activation_parameters: tuple[torch.Tensor, ...]) -> Needs:
         if not torch.is_grad_enabled():
             return Needs(False, False, False, False, False)
-        inputs = (self.x_TH, self.routing_weights, self.fc1, self.fc2)
-        return Needs(*(tensor.requires_grad for tensor in inputs), activation=bool(activation_parameters))
+        rows, weights, fc1, fc2 = (
+            tensor.requires_grad for tensor in (self.x_TH, self.routing_weights, self.fc1, self.fc2)
+        )
+        return Needs(rows, weights, fc1, fc2, activation=bool(activation_parameters))
 
     def problem(self) -> str | None:
         """What is wrong, in one line, or None. Looks at shapes, dtypes and devices only."""
@@ -127,7 +129,7 @@ class Arguments:
             return "features.enable_ep_balance: true: Chunk MoE has no such thing; use dispatcher: alltoall"
         if self.skip_pad and self.seq_mask is None:
             return "seq_mask: None: must be given where skip_moe_pad_tokens is on"
-        if self.skip_pad and self.seq_mask.numel() != self.x_TH.shape[0]:
+        if self.skip_pad and self.seq_mask is not None and self.seq_mask.numel() != self.x_TH.shape[0]:
             return f"seq_mask: {self.seq_mask.numel()} values: must be one for each of the {self.x_TH.shape[0]} tokens"
         if self.activation is not None and self.swiglu_limit > 0:
             return "swiglu_limit: has no meaning beside an activation of your own; leave it 0"

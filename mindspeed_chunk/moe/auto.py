@@ -8,6 +8,7 @@ R ranks of the group, S slices that were counted, E experts, K experts a token, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def measure(arguments: Arguments, ops: ModuleType, rows: int) -> Device:
         _seconds(lambda: ops.grouped_mm(rows_RH, fc1_LHF, groups), device),
         _seconds(lambda: ops.permute(rows_RH, index_T1), device),
         _seconds(lambda: ops.permute(rows_RH[:1], index_T1[:1]), device),
-        *(_seconds(lambda size=size: _exchange(size, hidden, arguments), device) for size in sizes),
+        *(_seconds(functools.partial(_exchange, size, hidden, arguments), device) for size in sizes),
     ]
     nanoseconds = torch.tensor([int(s * 1e9) + 1 for s in seconds], dtype=torch.int64).to(device)
     slowest = HostCopy(all_reduce_max(nanoseconds, group, "rates"), "rates").wait().tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class ChunkMoEDispatcher(Dispatcher):
         return {"config": self.config, "weight_layout": self.weight_layout}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(**state)
+        self.__init__(**state)  # type: ignore[misc]  # a copy is made as a new one is
 
     def _call(self, arguments: Arguments) -> torch.Tensor:
         recalled = recall()
@@ -218,7 +219,7 @@ class ChunkMoEDispatcher(Dispatcher):
         if module is not None and use in self._probed.setdefault(module, set()):
             return None
         probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=arguments.x_TH.device)
-        error = self._activation(arguments).problem(probe_1F)
+        error = cast(CustomActivation, self._activation(arguments)).problem(probe_1F)
         if error is None and module is not None:
             self._probed[module].add(use)
         return error
@@ -258,7 +259,7 @@ class ChunkMoEDispatcher(Dispatcher):
 
         Later calls compare a word of the plan's gather, whose size the settings compared here decide.
         """
-        if group_size(group) == 1:
+        if group is None or group_size(group) == 1:
             return
         agreed = self._agreed.setdefault(group, set())
         if num_experts in agreed:

@@ -13,6 +13,7 @@ import math
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ class _Chunk:
     def arrived(self) -> torch.Tensor:
         """Wait for the rows on the wire. The send buffer goes; the received rows become the caller's."""
         self.work.wait()
-        received = self.received
+        received = cast(torch.Tensor, self.received)  # a walk that is abandoned may have none, and does not look at it
         self.work, self.send, self.received = DONE, None, None
         return received
 
@@ -141,6 +142,7 @@ class _Walk:
 
     def dispatch(self, c: int) -> None:
         plan, chunk = self._chunk_plan(c), self._chunks[c]
+        assert chunk.send is not None  # P stands before D in every schedule
         # rows of padded tokens stand last and are not sent
         chunk.send = chunk.send[: plan.num_sent]
         chunk.received, chunk.work = all_to_all(
@@ -152,6 +154,7 @@ class _Walk:
         plan, chunk = self._chunk_plan(c), self._chunks[c]
         num_rows = plan.num_tokens * self._top_k  # zeros where nothing was sent
         not_sent = num_rows - plan.num_sent
+        assert chunk.send is not None  # E before C
         chunk.received, chunk.work = all_to_all(
             chunk.send, plan.recv_splits, plan.send_splits, self._call.group, f"C{c}", not_sent, plan.most
         )
@@ -170,7 +173,7 @@ class Forward(_Walk):
         super().__init__(call, plan, weight_TK.shape[1], backward=False)
         self.x_TH, self.weight_TK = x_TH, weight_TK
         self._rows_TH, self._route_TK = x_TH.to(call.compute_dtype), route_TK
-        self._experts: Experts | None = None
+        self._experts: Experts
         self.orders: list[torch.Tensor] = []
         # NaN where there is no output: whoever reads it against all expectation shall see it
         self.out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
@@ -278,6 +281,7 @@ class Backward(_Walk):
     def weight_grad(self, c: int) -> None:
         chunk = self._chunks[c]
         fc1_total_LHF = None if self._call.keep == "input" else self._fc1_total_LHF
+        assert chunk.operands is not None  # E before W
         self._experts.weight_grad(chunk.operands, fc1_total_LHF, self._fc2_total_LIH)
         chunk.operands = None
 
@@ -294,9 +298,8 @@ class Backward(_Walk):
 
     def keep_what_is_left(self) -> None:
         """Let go of all that the last unpermutes do not read, weights and their gradients first of all."""
-        self._experts = self.fc1_total = self.fc2_total = self._fc1_total_LHF = self._fc2_total_LIH = None
-        self._kept = self.activation_totals = ()
-        self._x_TH = self._grad_TH = None
+        del self._experts, self.fc1_total, self.fc2_total, self._fc1_total_LHF, self._fc2_total_LIH
+        del self._kept, self.activation_totals, self._x_TH, self._grad_TH
 
     def _kept_of(self, c: int, packed_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows at the experts, and fc1's output if it was kept."""

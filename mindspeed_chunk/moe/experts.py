@@ -76,9 +76,9 @@ class Experts:
         """The experts' output `[R, H]` in (source, expert) order, and fc1's `[R, F]` if it is kept."""
         fc1_RF = self.fc1(rows_RH, groups)
         activated_RI = self._activation(fc1_RF)
-        if not keep_fc1:
-            fc1_RF = None
-        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups), fc1_RF
+        kept_RF = fc1_RF if keep_fc1 else None
+        del fc1_RF
+        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups), kept_RF
 
     def input_grad(
         self,
@@ -99,7 +99,7 @@ class Experts:
             activation_totals: the activation's parameter gradients are added to these.
         """
         again = fc1_RF is None
-        if again:
+        if fc1_RF is None:
             fc1_RF = self.fc1(rows_RH, groups)
         # a saved tensor stays as it is; one made here gives its place to its gradient
         activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals, reuse=again)

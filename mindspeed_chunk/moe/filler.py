@@ -26,8 +26,8 @@ class Filler:
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         self._compute: Callable[[], torch.Tensor] | None = compute
-        self._result: torch.Tensor | None = None
-        self._entered: Token | None = None
+        self._result: torch.Tensor
+        self._entered: Token[Filler | None]
 
     def __enter__(self) -> Filler:
         self._entered = _current.set(self)

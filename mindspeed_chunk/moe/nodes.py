@@ -36,6 +36,7 @@ class Opened:
 
     def take_over(self) -> Forward | Backward:
         walk, self._walk = self._walk, None
+        assert walk is not None  # one node hands over, then the other takes
         return walk
 
     def abandon(self) -> None:

@@ -141,7 +141,7 @@ class PendingPlan:
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
         # rows by source rank, chunk and expert: on the host; for the experts here on the device, too
         self._counts_RNE: torch.Tensor | None = None
-        self._here_RNL: torch.Tensor | None = None
+        self._here_RNL: torch.Tensor
         self._plan: tuple[ChunkPlan, ...] | None = None
 
     def wait(self) -> tuple[ChunkPlan, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def _problem(block: nn.Module) -> str | None:
     return f"its forward is not the known one: it differs in {', '.join(differing)}"
 
 
-def _forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+def _forward(self: Any, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
     flat_TH = hidden_states.view(-1, hidden_states.shape[-1])
     _, weight_TK, index_TK = self.gate(flat_TH)
     shared = Filler(lambda: F.sigmoid(self.shared_expert_gate(flat_TH)) * self.shared_expert(flat_TH))

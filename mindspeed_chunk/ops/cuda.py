@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.cpu import (
@@ -47,7 +49,9 @@ __all__ = [
 ]
 
 # 2.10 has it under a public name; 2.8's raises on all but one kind of device, and 2.7 has none.
-_grouped_mm = getattr(F, "grouped_mm", None) or (torch._grouped_mm if torch.__version__ >= (2, 9) else None)
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or (
+    getattr(torch, "_grouped_mm", None) if Version(torch.__version__) >= Version("2.9") else None
+)
 _ALIGNMENT = 16  # bytes, of rows and of where they start
 
 _logger = logging.getLogger(__name__)

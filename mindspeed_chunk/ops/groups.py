@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ class Groups:
     on_device: torch.Tensor = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, counts, device: torch.device | str = "cpu") -> Groups:
+    def of(cls, counts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Groups:
         """From figures on the host, which costs a copy to the device."""
         on_device = torch.tensor(counts, dtype=torch.int64, device=device)
         return cls(tuple(map(tuple, counts)), on_device)

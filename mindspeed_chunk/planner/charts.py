@@ -59,10 +59,10 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], x_label: str, y_label: 
         places = [at(x, points[x]) for x in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         drawn.append(f'<polyline class="s{n % COLOURS}" points="{path}"/>')
-        for (x, y), key in zip(places, sorted(points)):
+        for (left, top), key in zip(places, sorted(points)):
             hint = f"{escape(name)}, {key}: {_short(points[key])}"
             drawn.append(
-                f'<circle class="c{n % COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{hint}</title></circle>'
+                f'<circle class="c{n % COLOURS}" cx="{left:.1f}" cy="{top:.1f}" r="3.5"><title>{hint}</title></circle>'
             )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     drawn.append(f'<text x="{middle}" y="{_HEIGHT - 3}" text-anchor="middle">{escape(x_label)}</text>')

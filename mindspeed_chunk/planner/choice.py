@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_chunk.planner.device import Device
 from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
@@ -42,7 +42,7 @@ def best_num_chunks(
         rows_of: from N to the rows of each chunk, such as gathered counts give them; balanced without it.
     """
     rows = {n: rows_of(n) if rows_of else balanced_rows(shape, n) for n in candidates}
-    how = {"schedule": schedule, "keep": keep, "lookahead": lookahead}
+    how: dict[str, Any] = {"schedule": schedule, "keep": keep, "lookahead": lookahead}
     memory = {n: expert_memory(shape, rows=rows[n], **how) for n in candidates}
     times = {n: chunk_times(shape, device, span, rows=rows[n], dtype=dtype, **how) for n in candidates}
     fitting = [n for n in candidates if memory[n].peak <= max_bytes]

@@ -21,11 +21,13 @@ activations are taken to be hidden. Images are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_chunk.planner.activations import RECOMPUTED, activations, block_bytes
 from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
+from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
@@ -41,6 +43,8 @@ from mindspeed_chunk.planner.traffic import (
 _REDUCED = 4  # bytes of an element in a reduce-scatter
 _CHUNK_MBS_HIDDEN = 3  # hidden states of the whole batch that ChunkMBS holds
 _BACKWARD = 2  # forwards
+
+_Made = TypeVar("_Made")
 
 
 class Estimate(NamedTuple):
@@ -78,15 +82,15 @@ class Estimator:
         memory, host = self._memory(setting, expert)
         return Estimate(setting, memory, self._seconds(setting, times), host, expert, times)
 
-    def _once(self, make, *key):
-        key = (make.__name__, *key)
+    def _once(self, make: Callable[..., _Made], *of: Hashable) -> _Made:
+        key = (make.__name__, *of)
         if key not in self._cache:
-            self._cache[key] = make(*key[1:])
+            self._cache[key] = make(*of)
         return self._cache[key]
 
     def _layer(self, setting: Setting) -> tuple[ExpertMemory, ChunkTimes]:
         job, shape = self.job, setting.layer(self.job)
-        how = {"num_chunks": setting.num_chunks, "schedule": setting.schedule, "keep": setting.keep}
+        how: dict[str, Any] = {"num_chunks": setting.num_chunks, "schedule": setting.schedule, "keep": setting.keep}
         key = ("layer", shape, setting.layout, *how.values())
         if key not in self._cache:
             rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
@@ -149,7 +153,7 @@ class Estimator:
                 found[number] = found.get(number, 0) + unit.gathered()
         return list(found.values())
 
-    def _megatron_state(self, layout) -> StateBytes:
+    def _megatron_state(self, layout: Layout) -> StateBytes:
         recipe, parameters = self.job.recipe, self.job.model.parameters()
         others = sum(p.numel for p in parameters if not p.expert) // (layout.tp * layout.pp)
         experts = sum(p.numel for p in parameters if p.expert) // (layout.tp * layout.pp * layout.ep)
@@ -220,7 +224,7 @@ class Estimator:
         one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
         return job.model.num_hidden_layers * setting.accumulation * one
 
-    def _block_collectives(self, layout) -> tuple[float, float]:
+    def _block_collectives(self, layout: Layout) -> tuple[float, float]:
         """Seconds of the gathers and of the reduce-scatters of the mean block."""
         job, gather, reduce = self.job, 0.0, 0.0
         for unit in units(job.model, Sharding(job.world, layout.ep)):
@@ -263,5 +267,5 @@ class Estimator:
             found = fsdp_traffic(job.model, self.sharding(setting), job.recipe, setting.accumulation) + found
         again = setting.policy in RECOMPUTED
         passes = setting.accumulation * setting.micro_chunks
-        how = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
+        how: dict[str, Any] = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         return found + expert_traffic(job.model, setting.layer(job), passes=passes, **how)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_chunk.moe.schedule import build
+from mindspeed_chunk.moe.schedule import Schedule, build
 
 _INDEX = 8  # bytes of an int64
 _TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
@@ -142,7 +142,7 @@ class _Walk:
         self._held: dict[tuple[str, int], int] = {}
         self.now = self.peak = 0
 
-    def run(self, schedule) -> None:
+    def run(self, schedule: Schedule) -> None:
         for kind, c in schedule:
             getattr(self, kind)(c, self._rows[c])
 

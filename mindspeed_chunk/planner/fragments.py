@@ -16,7 +16,7 @@ _EXPERTS = f"{_BLOCKS}.mlp.experts"
 
 def fragments(job: Job, setting: Setting) -> str:
     """The sections `parallel`, `features`, `training` and `data`; `model` where something is frozen."""
-    content = {} if job.train_vision else {"model": {"freeze": [VISION]}}
+    content: dict[str, Any] = {} if job.train_vision else {"model": {"freeze": [VISION]}}
     content |= {
         "parallel": _parallel(job, setting),
         "features": _features(job, setting),
@@ -30,7 +30,8 @@ def fragments(job: Job, setting: Setting) -> str:
 
 
 def _parallel(job: Job, setting: Setting) -> dict[str, Any]:
-    layout, ep_plan = setting.layout, {"apply_modules": [_EXPERTS], "dispatcher": "alltoall"}
+    layout = setting.layout
+    ep_plan: dict[str, Any] = {"apply_modules": [_EXPERTS], "dispatcher": "alltoall"}
     if layout.ep > 1:
         ep_plan |= {"dispatcher": "chunkmoe", "moe_num_chunks": setting.num_chunks}
         if setting.keep != KEEPS[0]:

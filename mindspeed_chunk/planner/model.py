@@ -196,7 +196,7 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
     return dataclasses.replace(size, layer_types=tuple(layers))
 
 
-def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, int]:
+def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, Any]:
     found = {field.name: content[field.name] for field in dataclasses.fields(cls) if field.name in content}
     sizes = {key: value for key, value in found.items() if key not in ("name", "source", "vision", "layer_types")}
     sizes.pop("tie_word_embeddings", None)

@@ -151,7 +151,9 @@ def _row(name: str, value: str, bar: str) -> str:
 def _tables(report: dict[str, Any]) -> Iterable[str]:
     found = report["recommendation"]
     settings = [_chosen(found), *found["runners_up"]]
-    rows = [(each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings]
+    rows: list[tuple[str, ...]] = [
+        (each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings
+    ]
     heading = "The recommended setting and the next ones" if found["fits"] else "Least memory; it does not fit"
     yield _table(heading, ("setting", "GB", "s a step"), rows)
     columns = ("layout", "role", "batch, recompute, N, keep", "GB", "s a step", "inside a node", "across nodes")

@@ -7,7 +7,7 @@ plainest: fewer chunks, more kept, less recomputed, smaller groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
@@ -78,7 +78,8 @@ def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
         by_character.setdefault(_character(each), each)
     by_character.pop(_character(best), None)
     policies = {best.setting.policy}
-    first, rest = [], []
+    first: list[Estimate] = []
+    rest: list[Estimate] = []
     for each in by_character.values():
         (rest if each.setting.policy in policies else first).append(each)
         policies.add(each.setting.policy)
@@ -146,7 +147,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
     setting = best.setting
     yield (
         f"Memory: {best.peak / 1e9:.1f} GB of the {job.budget / 1e9:.1f} GB that may be used; the largest part is "
-        f"{max(best.memory, key=best.memory.get)} with {max(best.memory.values()) / 1e9:.1f} GB."
+        f"{max(best.memory, key=best.memory.__getitem__)} with {max(best.memory.values()) / 1e9:.1f} GB."
     )
     yield from _why_layout(job, best, of_layout)
     yield from _why_chunks(estimator, best)
@@ -244,5 +245,5 @@ def _accumulated(setting: Setting) -> dict[str, int]:
     }
 
 
-def _with(setting: Setting, **changes) -> Setting:
+def _with(setting: Setting, **changes: Any) -> Setting:
     return Setting(**{**setting.__dict__, **changes})

@@ -72,8 +72,8 @@ class Exchanges(NamedTuple):
 def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
     """Bytes of a row: in the forward, dispatched in the backward, combined in the backward."""
     row = shape.hidden * shape.element_size
-    aligned = [-(-n * row // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT for n in (2 if keep == "input" else 1, 1)]
-    return row, *(nbytes + _PACKED_ALIGNMENT for nbytes in aligned)
+    out, back = (-(-n * row // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT for n in (2 if keep == "input" else 1, 1))
+    return row, out + _PACKED_ALIGNMENT, back + _PACKED_ALIGNMENT
 
 
 def exchanges(

@@ -1,6 +1,7 @@
 """What stands around a block of the model: recompute, offload, micro-chunks."""
 
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ def wrap_model(config, modules, side_outputs):
     side_outputs: see ChunkMBS.
     """
     offload = ActivationOffload()
-    chunked = None
+    chunked: Any = None
     if config.chunk_mbs is not None:
         sizes = (config.training.micro_batch_size,)
         chunked = ChunkMBS(config.chunk_mbs, batch_sizes=sizes, group=dist.group.WORLD, side_outputs=side_outputs).wrap

@@ -103,7 +103,8 @@ def load_config(path, overrides, world_size):
     content = read_yaml(Path(path))
     for argument in overrides:
         override(content, argument)
-    root, warnings = Section(content, ""), []
+    root = Section(content, "")
+    warnings: list[str] = []
     parallel, features = root.section("parallel"), root.section("features")
     data = root.section("data").section("dataset_param").section("basic_parameters")
     recompute_modules = features.section("recompute_plan").read("apply_modules", names, ())

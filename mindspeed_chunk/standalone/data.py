@@ -43,7 +43,8 @@ class PackedText:
         used = text[: self.num_samples * sequence_length]
         self._samples = torch.frombuffer(bytearray(used), dtype=torch.uint8).view(self.num_samples, sequence_length)
         self._seed = seed
-        self._epoch, self._order = None, None
+        self._epoch: int | None = None
+        self._order: torch.Tensor
 
     def batch(self, first, size):
         """Samples number `first` to `first + size - 1` of the stream: int64 [size, sequence_length]."""

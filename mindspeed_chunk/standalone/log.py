@@ -66,7 +66,7 @@ def traffic_per_layer(events, num_calls):
     num_calls: MoE layers times micro batches.
     Returns {"forward": {kind: count}, "recompute": {...}, "backward": {...}} with the kinds that occurred.
     """
-    counts = {"forward": Counter(), "recompute": Counter(), "backward": Counter()}
+    counts: dict[str, Counter[str]] = {"forward": Counter(), "recompute": Counter(), "backward": Counter()}
     phase, in_layer = "forward", False
     for event in events:
         if event.kind == "phase":

@@ -4,12 +4,14 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs.block import check_order
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.arguments import Dispatcher
 from mindspeed_chunk.moe.checks import check_experts
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
 from mindspeed_chunk.names import read_patterns
@@ -40,7 +42,7 @@ def read_model_config(config, vocabulary):
         model_config = Qwen3_5MoeConfig.from_dict(content)
     except Exception as error:  # transformers' checks raise many kinds
         raise _model_error(folder, f"its config.json is not valid: {' '.join(str(error).split())}") from None
-    text = model_config.text_config
+    text: Any = model_config.text_config
     if model_type != MODEL_TYPE:
         raise _model_error(folder, f"its model_type is {model_type!r}, and this trainer knows only {MODEL_TYPE!r}")
     check_experts(config.ep_size, text.num_experts)
@@ -126,6 +128,7 @@ def find_modules(model, config):
 def use_dispatcher(experts, config, ep_group):
     """Replace the experts' forward by a call of the configured dispatcher."""
     for module in experts:
+        dispatcher: Dispatcher
         if config.ep.dispatcher == "chunkmoe":
             dispatcher = ChunkMoEDispatcher(config.chunk_moe, weight_layout="LFH")
         else:
@@ -160,7 +163,7 @@ class BalanceLoss:
 
     def __init__(self, model):
         self._text_config = model.config.text_config
-        self._logits = None
+        self._logits: Any = None
         for module in model.modules():
             if isinstance(module, Qwen3_5MoeTopKRouter):
                 module.register_forward_hook(self._keep)

@@ -4,6 +4,7 @@ Ranks form a grid [efsdp, ep]: an expert-parallel group is a run of consecutive 
 experts shard them further. Everything else is sharded over all ranks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import ModuleDict, ModuleList, Sequential
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 DEVICE = "cpu"
 
@@ -67,7 +68,7 @@ def shard_model(model, units, experts, config, meshes):
     _set_prefetch(backward_order, "set_modules_to_backward_prefetch", config.num_to_backward_prefetch)
 
 
-def hoist_units(block):
+def hoist_units(block: Module) -> None:
     """Gather the FSDP units inside of `block` with the block: once a direction for its whole batch.
 
     As they are, they would be gathered, and their gradients reduced, once a micro-chunk. Here the block's forward runs
@@ -127,7 +128,7 @@ def _sum_gradients(module):
         module.set_reduce_scatter_divide_factor(1.0)
 
 
-def _set_prefetch(modules, setter, count):
+def _set_prefetch(modules: Iterable[Module], setter: str, count: int) -> None:
     """Let every trained unit gather the next `count` ones ahead of time; `modules` are in their order of use."""
     units = [m for m in modules if isinstance(m, FSDPModule) and any(p.requires_grad for p in m.parameters())]
     for position, unit in enumerate(units) if count else ():

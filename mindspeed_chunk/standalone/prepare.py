@@ -48,4 +48,5 @@ def open_metrics(config):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError.about("standalone.metrics_path", str(path), error.strerror, "give another file") from None
+        reason = error.strerror or str(error)
+        raise ConfigError.about("standalone.metrics_path", str(path), reason, "give another file") from None

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ class Trainer:
         iteration: counted from 0. Returns the losses of `forward` as floats, means over ranks and micro batches.
         """
         steps, size = self.config.training.gradient_accumulation_steps, self.config.training.micro_batch_size
-        totals = Counter()
+        totals: Any = Counter()  # of tensors
         for step in range(steps):
             first = ((iteration * steps + step) * self.world_size + self.rank) * size
             self.model.set_requires_gradient_sync(step == steps - 1)

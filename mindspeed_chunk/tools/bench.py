@@ -15,7 +15,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -175,7 +175,7 @@ def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:
 
 
 @contextmanager
-def _progress(what: str, steps: int):
+def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
     """A function to call after each step; it moves a bar on rank 0 where that writes to a terminal."""
     console = Console(stderr=True)
     if dist.get_rank() != 0 or not console.is_terminal:

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,7 +31,7 @@ WHOLE = "rolling:1:whole"
 # what other cases are compared with, where it takes part
 BASELINES = (WHOLE, "rolling:1", "alltoall", *bench_host.CASES)
 # what a case's name may ask for beside a value of chunk_moe_keep; not part of "all"
-_VARIANTS: dict[str, dict[str, object]] = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "fill": {},
     "whole": {},
     "ahead0": {"chunk_moe_lookahead": 0},
@@ -68,8 +68,8 @@ class Parsed(NamedTuple):
     mode: str
 
 
-def _mode_settings(mode: str) -> dict[str, object]:
-    known = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
+def _mode_settings(mode: str) -> dict[str, Any]:
+    known: dict[str, dict[str, Any]] = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
     if mode not in known:
         raise CaseError(f"mode {mode!r}: must be one of {', '.join(known)}")
     return known[mode]

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def load(case: str) -> Callable:
     # MindSpeed's all-to-all asks torch.accelerator for its device, which the trainer has set up so
     device = importlib.import_module(_DEVICE_MODULE)
     device.set_accelerator_compatible(device.get_torch_device())
-    module = importlib.import_module(_MODULE)
+    module: Any = importlib.import_module(_MODULE)
     if not hasattr(module.unpermute, "__wrapped__"):
         module.unpermute = _with_other_rows(module.unpermute)
     return functools.partial(getattr(module, _FUNCTIONS[case]), fused=False)

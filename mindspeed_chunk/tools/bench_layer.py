@@ -160,6 +160,7 @@ class Layer:
         self.fc1_LHF = normal(local, hidden, 2 * width, scale=hidden**-0.5)
         self.fc2_LIH = normal(local, width, hidden, scale=width**-0.5)
         shared = options.shared_expert
+        self.shared: tuple[torch.Tensor, ...]
         self.shared = (normal(hidden, 2 * shared, scale=hidden**-0.5), normal(shared, hidden)) if shared else ()
         self.grad_TH = normal(tokens, hidden).detach()
         self.unit = tokens * top_k * hidden * self.x_TH.element_size()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,6 +55,12 @@ class Measured:
     def quartiles(self) -> tuple[float, float]:
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return low, high
+
+    def memory(self) -> tuple[float, float]:
+        """Kept and peak, in units; for a case of which both were measured."""
+        assert self.residency is not None
+        kept, peak = self.residency
+        return kept / self.unit, peak / self.unit
 
     def ratio(self, base: Measured) -> tuple[float, float, float]:
         """The ratio of the medians, and the quartiles of each round's ratio."""
@@ -124,10 +131,10 @@ def _entry(options: argparse.Namespace, one: Measured, measured: list[Measured])
         "largest_difference": one.error,
     }
     if one.residency:
-        entry["kept"], entry["peak"] = (nbytes / one.unit for nbytes in one.residency)
+        entry["kept"], entry["peak"] = one.memory()
     if one.traffic:
         entry["exchanges"], entry["sent_bytes"] = one.traffic
-    if options.hidden_share and one.link != UNLIMITED:
+    if options.hidden_share and one.link != UNLIMITED and free is not None:
         entry["hidden_share"] = hidden_share(options, one, free)
     return entry
 
@@ -155,7 +162,7 @@ def _table(options: argparse.Namespace, link: str, measured: list[Measured]) -> 
         table.add_column(name, justify="right")
     for one in measured:
         ratios = [f"{middle:.2f} ({low:.2f} - {high:.2f})" for middle, low, high in map(one.ratio, bases)]
-        memory = [f"{nbytes / one.unit:.2f}" for nbytes in one.residency]
+        memory = [f"{units:.2f}" for units in one.memory()]
         table.add_row(one.case, _milliseconds(one), *ratios, *memory)
     return table
 
@@ -207,9 +214,9 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
     for number, (label, curve) in enumerate(curves.items()):
         _draw_curve(times, memory, curve, color=f"C{number}", label=label)
     for number, base in enumerate(each for each in first if parse(each.case) is None):
-        style = {"color": f"{0.15 * number}", "linestyle": ("--", "-.")[number % 2]}
+        style: dict[str, Any] = {"color": f"{0.15 * number}", "linestyle": ("--", "-.")[number % 2]}
         times.axhline(1e3 * base.median, label=base.case, **style)
-        memory.axhline(base.residency.peak / base.unit, **style)
+        memory.axhline(base.memory()[1], **style)
     times.set(ylabel="ms a layer call", title=f"time: median and quartiles, link {measured[0].link}", ylim=(0, None))
     memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
     ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
@@ -223,13 +230,13 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
     pyplot.close(figure)
 
 
-def _draw_curve(times, memory, curve: list[tuple[int, Measured]], color: str, label: str) -> None:
+def _draw_curve(times: Any, memory: Any, curve: list[tuple[int, Measured]], color: str, label: str) -> None:
     chunks, found = [chunks for chunks, _ in curve], [one for _, one in curve]
     medians = [1e3 * one.median for one in found]
     below, above = ([1e3 * abs(one.median - one.quartiles()[side]) for one in found] for side in (0, 1))
     times.errorbar(chunks, medians, yerr=[below, above], marker="o", capsize=3, color=color, label=label)
-    memory.plot(chunks, [one.residency.peak / one.unit for one in found], marker="o", color=color)
-    memory.plot(chunks, [one.residency.kept / one.unit for one in found], ":", marker="o", color=color)
+    memory.plot(chunks, [one.memory()[1] for one in found], marker="o", color=color)
+    memory.plot(chunks, [one.memory()[0] for one in found], ":", marker="o", color=color)
 
 
 def _curves(measured: list[Measured]) -> dict[str, list[tuple[int, Measured]]]:

@@ -105,7 +105,7 @@ def _without_patches() -> str:
     """Why the package at hand has none: it is a part of a checkout, and may come before the installed one."""
     here = Path(mindspeed_chunk.__file__).parent
     for distribution in importlib.metadata.distributions(name=environment.PLUGIN):
-        installed = Path(distribution.locate_file(environment.PLUGIN))
+        installed = Path(str(distribution.locate_file(environment.PLUGIN)))
         if (installed / "patches").is_dir() and installed.resolve() != here.resolve():
             way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
             return f"{here} has no patches and hides the installed {installed}: {way_out}, or start elsewhere"

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HOMES = {"mindspeed": "MINDSPEED_HOME", "mindspeed_mm": "MINDSPEED_MM_HOME"}
 NO_HOST = "no host"
@@ -102,7 +103,7 @@ def read_host(folders: list[str]) -> dict:
     }
 
 
-def _examine(patch, host_found: bool) -> dict:
+def _examine(patch: Any, host_found: bool) -> dict:
     """Import the module that sets the patch off, and tell its state."""
     from mindspeed_chunk.patches import config_name, cpu_device, ep_dispatcher, expert_parallel, settings, start_checks
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED, READY
@@ -130,7 +131,7 @@ def _examine(patch, host_found: bool) -> dict:
     return {"name": patch.name, "module": patch.module, "target": patch.target, "state": state, "detail": detail}
 
 
-def _device(torch) -> str:
+def _device(torch: Any) -> str:
     """The one that the host would choose: an NPU, else CUDA."""
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
@@ -155,7 +156,7 @@ def _literal(source: str, class_name: str, field: str) -> list[str]:
             for part in node.body:
                 if isinstance(part, ast.AnnAssign) and getattr(part.target, "id", None) == field:
                     constants = (each for each in ast.walk(part.annotation) if isinstance(each, ast.Constant))
-                    return [each.value for each in constants]
+                    return [each.value for each in constants if isinstance(each.value, str)]
     return []
 
 

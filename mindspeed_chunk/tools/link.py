@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 # tells the ranks which ends of links can be limited: "namespace/device,..."
@@ -101,7 +101,7 @@ def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
     return ends
 
 
-def _limit(ends: list[tuple[str, ...]], rate: str | None) -> None:
+def _limit(ends: Sequence[tuple[str, ...]], rate: str | None) -> None:
     for name, device in ends:
         if rate is None:
             _run("tc", "-n", name, "qdisc", "del", "dev", device, "root")

@@ -26,9 +26,9 @@ def print_report(report: dict[str, Any], console: Console, *, everything: bool) 
         console.print(table)
     if everything:
         console.print(_traffic(report["layouts"][:3]))
-        for table in (_precision, _batch, _activations, _sequence):
-            key = table.__name__.removeprefix("_")
-            console.print(table(report[key]))
+        for make in (_precision, _batch, _activations, _sequence):
+            key = make.__name__.removeprefix("_")
+            console.print(make(report[key]))
     if report["yaml"]:
         console.print("\nfor the yaml of MindSpeed-MM:\n", highlight=False)
         console.print(report["yaml"], highlight=False, soft_wrap=True, markup=False)
@@ -53,8 +53,8 @@ def _table(title: str, columns: Iterable[str], wrapped: Iterable[str] = ()) -> T
     )
     for number, column in enumerate(columns):
         wraps = column in wrapped
-        heading, justify = (column, "left") if wraps else (column.replace(" ", "\n"), "right")
-        table.add_column(heading, justify=justify if number else "left", no_wrap=not wraps)
+        heading = column if wraps else column.replace(" ", "\n")
+        table.add_column(heading, justify="right" if number and not wraps else "left", no_wrap=not wraps)
     return table
 
 
@@ -94,8 +94,8 @@ def _traffic(found: list[dict[str, Any]]) -> Table:
 def _chunks(found: list[dict[str, Any]], everything: bool) -> Iterator[Table]:
     """A table for each schedule and memory mode; without `everything`, for the first of them."""
     ways = list(dict.fromkeys((each["schedule"], each["keep"]) for each in found))
-    columns = ("N", "expert rows", "resident tokens", "sent GB", "kept GB", "peak GB")
-    columns += ("forward ms", "backward ms", "exposed ms")
+    columns = ["N", "expert rows", "resident tokens", "sent GB", "kept GB", "peak GB"]
+    columns += ["forward ms", "backward ms", "exposed ms"]
     for schedule, keep in ways if everything else ways[:1]:
         table = _table(f"one MoE layer, EP={found[0]['ep']}, {schedule}, keep {keep}", columns)
         for each in found:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from mindspeed_chunk.tools.link import limited_link
 
@@ -40,6 +40,7 @@ def launch(
     Raises:
         LinkError: where the link cannot be had.
     """
+    places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
     places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
     with places as found:
         processes = _start(module, arguments, found, environment or {})

@@ -8,15 +8,15 @@ it ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from mindspeed_chunk.moe.schedule import KINDS, Action, Schedule, Timeline, simulate
-from mindspeed_chunk.observe import observe
+from mindspeed_chunk.observe import Event, observe
 
 COMPUTE, WIRE = "compute", "wire"
 WAIT, PLAN = "wait", "plan"
@@ -87,7 +87,7 @@ class Record:
             for name, original in originals.items():
                 setattr(dist, name, original)
 
-    def _watching(self, original, kind: str, events: list):
+    def _watching(self, original: Callable, kind: str, events: list[Event]) -> Callable:
         def launch(*args, **kwargs):
             # whoever launches has just told what for
             event = next((event for event in reversed(events) if event.kind == kind), None)
@@ -102,7 +102,7 @@ class Record:
 class _Watched:
     """A work that tells its transfer when it is done, and who waits for it."""
 
-    def __init__(self, work, transfer: Transfer) -> None:
+    def __init__(self, work: Any, transfer: Transfer) -> None:
         self._work, self._transfer = work, transfer
         work.get_future().add_done_callback(self._done)
 
@@ -114,13 +114,13 @@ class _Watched:
         self._done(None)
         return result
 
-    def _done(self, _) -> None:
+    def _done(self, _: object) -> None:
         # called by a thread of the back end, or else at the end of the wait: the first of the two is nearer
         if self._transfer.end is None:
             self._transfer.end = time.perf_counter()
 
 
-def _sent(event) -> int:
+def _sent(event: Event | None) -> int:
     if event is None or "send" not in event.detail:
         return 0
     return (sum(event.detail["send"]) - event.detail["send"][dist.get_rank()]) * event.detail["row_bytes"]
