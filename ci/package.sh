@@ -11,18 +11,20 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
 
-export VENV=$(realpath -m "${VENV:-.venv-package}") STEPS=${STEPS:-6}
+VENV=$(realpath -m "${VENV:-.venv-package}")
 CHECKOUT=$PWD TOOLS=$VENV-tools/bin/python
+export VENV STEPS=${STEPS:-6}
 unset PACKAGE PYTHONPATH MINDSPEED_HOME MINDSPEED_MM_HOME
 
 make_venv "$VENV-tools"
 "$TOOLS" -m pip --disable-pip-version-check --quiet --quiet install 'build>=1.2,<2' 'twine>=6,<7'
 stage "sdist and wheel"
 rm -rf dist
-"$TOOLS" -m build >"$VENV-tools/build.log" || fail "$(tail -n 20 "$VENV-tools/build.log")"
+"$TOOLS" -m build >"$VENV-tools/build.log" 2>&1 || fail "$(tail -n 20 "$VENV-tools/build.log")"
 "$TOOLS" -m twine check --strict dist/*
 "$TOOLS" ci/package_contents.py dist/*.tar.gz dist/*.whl
-export PACKAGE=$(realpath dist/*.whl)
+PACKAGE=$(realpath dist/*.whl)
+export PACKAGE
 
 rm -rf "$VENV"
 OUTPUT=$VENV/quickstart-output bash examples/qwen3_5_35b/quickstart.sh
@@ -45,7 +47,7 @@ print(f"doctor: {reason}")
 END
 
 cd "$CHECKOUT"
-[ $# != 0 ] || set -- -q tests/test_{config,doctor,lint_command,moe_layer,package,public_names,standalone_config}.py
+[ $# != 0 ] || set -- -q tests/test_{compatibility,config,config_document,lint_command,moe_schedule,package,public_api}.py
 bash ci/test.sh "$@"
 
 stage "pip uninstall"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import mindspeed_chunk
 
@@ -75,6 +76,11 @@ def test_import_of_every_module_touches_no_device_and_no_process_group():
         "    os._exit(int(torch.ones(3).sum().item()))\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3\n"
     )
+
+
+def test_the_changelog_has_the_version():
+    released = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert released[0] == Version(mindspeed_chunk.__version__).base_version
 
 
 def test_installed_version_and_patches():

@@ -1,14 +1,17 @@
 """The public names: as they are written down, each with a docstring, in a document, and imported as cheaply as told."""
 
 import inspect
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import documents
 import mindspeed_chunk
 import public_api
+from mindspeed_chunk.moe.reference import moe_reference
 
 NAMES = {f"{module}.{name}": value for module, name, value in public_api.names() if callable(value)}
 
@@ -43,3 +46,18 @@ def test_docstrings(name):
 def test_imports_without_torch(module):
     code = f"import sys; sys.path[:] = {sys.path!r}; import {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", (documents.ROOT / "docs" / "api.md").read_text("utf-8"), re.S | re.M)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=["layer", "schedule"])
+def test_examples_of_the_document(code, capsys):
+    made = {}
+    exec(code, made)
+    if "out" in made:
+        assert made["out"].shape == (made["T"], made["H"])
+        expected = moe_reference(*(made[name] for name in ("x", "experts", "weights", "fc1", "fc2")))
+        torch.testing.assert_close(made["out"], expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert capsys.readouterr().out == "hides 75.0%  P0 D0 P1 D1 E0 C0 P2 D2 E1 C1 U0 P3 D3 E2 C2 U1 E3 C3 U2 U3\n"
