@@ -79,8 +79,10 @@ def test_import_of_every_module_touches_no_device_and_no_process_group():
 
 
 def test_the_changelog_has_the_version():
-    released = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
-    assert released[0] == Version(mindspeed_chunk.__version__).base_version
+    entries = re.findall(r"^## \[(.+)\](?: - \d{4}-\d\d-\d\d)?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    version, released = Version(mindspeed_chunk.__version__), [Version(entry) for entry in entries[1:]]
+    assert entries[0] == "Unreleased" and released == sorted(released, reverse=True)
+    assert released[0] == version or version.is_prerelease and released[0] < version
 
 
 def test_installed_version_and_patches():
