@@ -21,7 +21,7 @@ METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", 
 
 
 def main(sdist: str, wheel: str) -> int:
-    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M)[1]
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M)
     folder = f"mindspeed_chunk-{version}"
     files = zipfile.ZipFile(wheel).namelist()
     installed = {f"mindspeed_chunk/{name}" if name.startswith("patches/") else name for name in sources()}

@@ -40,7 +40,7 @@ def names() -> Iterator[tuple[str, str, object]]:
 def table_of_names() -> str:
     rows = []
     for module, name, value in names():
-        said = inspect.getdoc(value).split("\n\n")[0] if callable(value) else _DATA[name]
+        said = (inspect.getdoc(value) or "").split("\n\n")[0] if callable(value) else _DATA[name]
         rows.append((f"`{module}`", f"`{name}`", " ".join(said.split())))
     return table(("module", "name", "what it is"), rows)
 
@@ -67,7 +67,7 @@ def _described(module: str, name: str, value: object) -> Iterator[str]:
     elif callable(value):
         yield f"def {path}{_signature(value)}"
     else:
-        yield path if isinstance(value, str) else f"{path}: {', '.join(value)}"
+        yield f"{path}: {', '.join(value)}" if isinstance(value, dict) else path
 
 
 def members(cls: type) -> Iterator[str]:
@@ -112,14 +112,12 @@ def _default(value: object) -> str:
 def _signature(function: Callable) -> str:
     signature, written, star = inspect.signature(function), [], False
     for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            star = True
-        elif parameter.kind is parameter.KEYWORD_ONLY and not star:
-            star = True
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
             written.append("*")
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        star = star or parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY)
+        name = parameter.replace(annotation=parameter.empty, default=parameter.empty)  # with the stars of *args
         kind = "" if parameter.annotation is parameter.empty else f": {_type(parameter.annotation)}"
-        written.append(f"{prefix}{parameter.name}{kind}{_default(parameter.default)}")
+        written.append(f"{name}{kind}{_default(parameter.default)}")
     result = signature.return_annotation
     return f"({', '.join(written)})" + ("" if result is signature.empty else f" -> {_type(result)}")
 
@@ -152,7 +150,7 @@ def _commands() -> Iterator[str]:
 
 
 def _option(action: argparse.Action) -> str:
-    said = [", ".join(action.option_strings) or action.metavar or action.dest]
+    said = [", ".join(action.option_strings) or str(action.metavar or action.dest)]
     if action.nargs is not None:
         said.append(f"nargs {action.nargs}")
     if action.choices:

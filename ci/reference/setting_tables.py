@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -100,7 +101,7 @@ def meanings(cls: type) -> dict[str, str]:
     """What the docstring of a configuration says of each field: `name, name: text`, continued by indented lines."""
     found = {}
     pattern = r"^(\w+(?:, \w+)*): (.+(?:\n {4}.+)*)"
-    for names, text in re.findall(pattern, inspect.getdoc(cls), re.M):
+    for names, text in re.findall(pattern, inspect.getdoc(cls) or "", re.M):
         found.update(dict.fromkeys(names.split(", "), " ".join(text.split()).removesuffix(".")))
     return found
 
@@ -114,7 +115,7 @@ def _fields(cls: type) -> str:
     return table(HEAD, rows)
 
 
-def _rule_of(convert) -> str:
+def _rule_of(convert: Callable[[object], object]) -> str:
     """What it says of a value that is none."""
     try:
         convert(object())

@@ -40,7 +40,7 @@ def metadata() -> dict:
 
 def requirement(text: str) -> tuple[str, str]:
     """Name and range."""
-    name, versions = re.fullmatch(r"([\w.-]+)(.*)", text).groups()
+    ((name, versions),) = re.findall(r"^([\w.-]+)(.*)$", text)
     return name, versions
 
 
@@ -57,7 +57,7 @@ def requirements() -> str:
 
 def hosts_of(patch: Patch) -> dict[str, str]:
     """The versions of a record, and what stands behind each in brackets."""
-    return dict(re.fullmatch(r"(.+?)(?: \((.+)\))?", version).groups("") for version in patch.hosts.split(", "))
+    return dict(pair for version in patch.hosts.split(", ") for pair in re.findall(r"^(.+?)(?: \((.+)\))?$", version))
 
 
 def hosts() -> str:
