@@ -2,6 +2,7 @@
 #
 #   PYTHON       interpreter to make it from (default: python3)
 #   TORCH_INDEX  package index to take torch from (default: pip's own configuration, which PIP_INDEX_URL also changes)
+#   PACKAGE      a wheel of this package, to be installed in place of the checkout
 
 stage() {
     printf '==> %s\n' "$*"
@@ -12,10 +13,26 @@ fail() {
     exit 1
 }
 
-# make_environment FOLDER TORCH_VERSION EXTRAS: a virtual environment with that torch and this checkout, editable.
+# make_environment FOLDER TORCH_VERSION EXTRAS: a virtual environment with that torch and this checkout, editable, or with
+# the wheel PACKAGE.
 make_environment() {
-    local folder=$1 torch=$2 extras=$3 python=${PYTHON:-python3}
+    local folder=$1 torch=$2 extras=$3
     local pip=("$folder/bin/python" -m pip --disable-pip-version-check --quiet --quiet)
+    make_venv "$folder"
+    stage "torch $torch"
+    "${pip[@]}" install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch"
+    stage "mindspeed_chunk with [$extras]${PACKAGE:+ from $PACKAGE}"
+    if [ -n "${PACKAGE:-}" ]; then
+        "${pip[@]}" uninstall --yes mindspeed_chunk # another build of the same version would be left as it is
+        "${pip[@]}" install "${PACKAGE}[$extras]"
+    else
+        "${pip[@]}" install --editable ".[$extras]"
+    fi
+}
+
+# make_venv FOLDER: a virtual environment with pip alone; one that is there is kept.
+make_venv() {
+    local folder=$1 python=${PYTHON:-python3}
     command -v "$python" >/dev/null || fail "$python: not found; install Python 3.10 to 3.13 or set PYTHON"
     "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
         fail "$python is $("$python" -V 2>&1): needs Python 3.10 to 3.13; set PYTHON to one"
@@ -24,10 +41,19 @@ make_environment() {
         stage "virtual environment: $folder ($("$python" -V))"
         "$python" -m venv "$folder"
     fi
-    stage "torch $torch"
-    "${pip[@]}" install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch"
-    stage "mindspeed_chunk with [$extras]"
-    "${pip[@]}" install --editable ".[$extras]"
+}
+
+# beside_package FOLDER: with PACKAGE, go on in a copy of the checkout that lacks the package, FOLDER/checkout. In the
+# checkout's own root Python would import the package from there.
+beside_package() {
+    [ -n "${PACKAGE:-}" ] || return 0
+    local copy=$1/checkout
+    rm -rf "$copy"
+    mkdir "$copy"
+    cp -r ./*.md LICENSE pyproject.toml setup.py .ci .github ci docs examples patches tests "$copy"
+    cd "$copy"
+    "$1/bin/python" -c 'import mindspeed_chunk, sys; sys.exit("site-packages" not in mindspeed_chunk.__file__)' ||
+        fail "python in $copy does not import the installed mindspeed_chunk; unset PYTHONPATH"
 }
 
 # Debian and Ubuntu keep a part of Python's venv in a package of its own.

@@ -4,21 +4,24 @@
 #   VENV           folder of the environment (default: .venv-test)
 #   TORCH_VERSION  default: 2.13.0
 #   CI             if set, the Ascend tests fail where they would be skipped for want of torch_npu's wheel, gcc or binutils
-#   PYTHON, TORCH_INDEX: see environment.sh
+#   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint and format
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
 
-VENV=${VENV:-.venv-test}
+VENV=$(realpath -m "${VENV:-.venv-test}")
 make_environment "$VENV" "${TORCH_VERSION:-2.13.0}" standalone,tools,test
 unpack_torch_npu "$VENV" "${TORCH_VERSION:-2.13.0}"
 
-stage "lint"
-"$VENV/bin/ruff" check .
-stage "format"
-"$VENV/bin/ruff" format --check .
-stage "types"
-"$VENV/bin/mypy"
+if [ -z "${PACKAGE:-}" ]; then
+    stage "lint"
+    "$VENV/bin/ruff" check .
+    stage "format"
+    "$VENV/bin/ruff" format --check .
+    stage "types"
+    "$VENV/bin/mypy"
+fi
+beside_package "$VENV"
 stage "tests ($("$VENV/bin/python" -V), torch $("$VENV/bin/python" -c 'import torch; print(torch.__version__)'))"
 "$VENV/bin/python" -m pytest "$@"

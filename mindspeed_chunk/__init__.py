@@ -3,9 +3,9 @@
 Importing the package changes nothing and imports neither torch nor the host.
 """
 
-from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
+from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 
-__all__ = ["ChunkMoEConfig", "ConfigError", "__version__"]
+__all__ = ["ChunkMBSConfig", "ChunkMoEConfig", "ConfigError", "__version__"]
 
 # setup.py reads this line as text.
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 # An `ep_plan` belongs to the host; of its keys only those with these beginnings are ours to know or to refuse.
 KEY_PREFIXES = ("moe_", "chunk_moe_")
@@ -30,6 +31,52 @@ class ConfigError(ValueError):
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
         return cls(f"{path}: {shown}: {rule}; {way_out}", path)
+
+
+class Rule(NamedTuple):
+    """What a value must be and how to get there, in the words of an error, and whether a value is that."""
+
+    words: str
+    way_out: str
+    holds: Callable[[Any], bool]
+
+
+def _integer(least: int, way_out: str) -> Rule:
+    return Rule(f"must be an integer >= {least}", way_out, lambda value: _is_integer(value, least))
+
+
+def _choice(choices: tuple[str, ...], *also: str) -> Rule:
+    """One of `choices`, of which the first is the default; `also` are values that are not offered."""
+    return Rule(
+        f"must be one of {', '.join(choices)}",
+        f"remove the key to get {choices[0]}",
+        lambda value: isinstance(value, str) and value in (*choices, *also),
+    )
+
+
+def _list(of: str, way_out: str, holds: Callable[[Any], bool]) -> Rule:
+    return Rule(
+        f"must be a list of {of}", way_out, lambda value: isinstance(value, list | tuple) and all(map(holds, value))
+    )
+
+
+def _is_integer(value: object, least: int) -> bool:
+    # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_MAYBE_SET = _integer(0, "use 0 or remove the key to leave it unset")
+_FLAG = Rule("must be a boolean", "write true or false, without quotes", lambda value: isinstance(value, bool))
+_NAMES = _list("names", "write [] for none", lambda item: isinstance(item, str) and item != "")
+_INDICES = _list("integers >= 0", "write [0], or [] for none", lambda item: _is_integer(item, 0))
+_BATCH_DIM = Rule(
+    "must be 0 or 1", "write 0 for [B, S, H], 1 for [S, B, H]", lambda value: _is_integer(value, 0) and value <= 1
+)
+
+
+def _setting(default: Any, rule: Rule) -> Any:
+    """A field with its rule, which docs/config.md shows beside what the class's docstring says of it."""
+    return dataclasses.field(default=default, metadata={"rule": rule})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,24 +108,23 @@ class ChunkMoEConfig:
     Raises ConfigError for a value of the wrong type or out of range.
     """
 
-    moe_num_chunks: int = 0
-    moe_chunk_size: int = 0
-    chunk_moe_auto: bool = False
-    chunk_moe_max_rows: int = 0
-    chunk_moe_recompute: bool = False
-    chunk_moe_keep: str = ""
-    chunk_moe_skip_unread: bool = False
-    chunk_moe_schedule: str = "rolling"
-    chunk_moe_lookahead: int = 1
-    chunk_moe_overlap_shared_expert: bool = False
-    chunk_moe_backend: str = "auto"
+    moe_num_chunks: int = _setting(0, _MAYBE_SET)
+    moe_chunk_size: int = _setting(0, _MAYBE_SET)
+    chunk_moe_auto: bool = _setting(False, _FLAG)
+    chunk_moe_max_rows: int = _setting(0, _MAYBE_SET)
+    chunk_moe_recompute: bool = _setting(False, _FLAG)
+    chunk_moe_keep: str = _setting("", _choice(KEEPS, ""))
+    chunk_moe_skip_unread: bool = _setting(False, _FLAG)
+    chunk_moe_schedule: str = _setting("rolling", _choice(SCHEDULES))
+    chunk_moe_lookahead: int = _setting(1, _integer(0, "remove the key to get 1"))
+    chunk_moe_overlap_shared_expert: bool = _setting(False, _FLAG)
+    chunk_moe_backend: str = _setting("auto", _choice(BACKENDS))
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check(field.name, getattr(self, field.name), field.name)
+        _check(type(self), vars(self), "")
         if self.both_sizes:
             _warn(self.both_sizes)
-        _check_together(dataclasses.asdict(self), "")
+        _check_together(vars(self), "")
 
     @property
     def keep(self) -> str:
@@ -103,8 +149,7 @@ class ChunkMoEConfig:
         `chunk_moe_` and is none of ours.
         """
         ours = _ours(cls, mapping, path, lambda key: isinstance(key, str) and key.startswith(KEY_PREFIXES))
-        for key, value in ours.items():
-            _check(key, value, f"{path}.{key}")
+        _check(cls, ours, f"{path}.")
         _check_together({field.name: field.default for field in dataclasses.fields(cls)} | ours, f"{path}.")
         return cls(**ours)
 
@@ -124,20 +169,19 @@ class ChunkMBSConfig:
     Raises ConfigError for a value of the wrong type or out of range.
     """
 
-    apply_modules: tuple[str, ...] = ()
-    chunk_mbs: int = 1
-    batch_dim: int = 0
-    chunk_arg_indexs: tuple[int, ...] = (0,)
-    chunk_kwarg_names: tuple[str, ...] = ()
-    chunk_whole_names: tuple[str, ...] = ()
-    chunk_infer: bool = True
+    apply_modules: tuple[str, ...] = _setting((), _NAMES)
+    chunk_mbs: int = _setting(1, _integer(1, "give the samples of one micro-chunk"))
+    batch_dim: int = _setting(0, _BATCH_DIM)
+    chunk_arg_indexs: tuple[int, ...] = _setting((0,), _INDICES)
+    chunk_kwarg_names: tuple[str, ...] = _setting((), _NAMES)
+    chunk_whole_names: tuple[str, ...] = _setting((), _NAMES)
+    chunk_infer: bool = _setting(True, _FLAG)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            _check_mbs(field.name, value, field.name)
+        _check(type(self), vars(self), "")
+        for name, value in list(vars(self).items()):
             if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
+                object.__setattr__(self, name, tuple(value))
 
     @classmethod
     def from_mapping(cls, mapping: object, path: str = "features.chunkmbs_plan") -> ChunkMBSConfig:
@@ -146,8 +190,7 @@ class ChunkMBSConfig:
         Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.
         """
         ours = _ours(cls, mapping, path, lambda key: True)
-        for key, value in ours.items():
-            _check_mbs(key, value, f"{path}.{key}")
+        _check(cls, ours, f"{path}.")
         made = cls(**ours)
         if not (made.chunk_infer or made.chunk_arg_indexs or made.chunk_kwarg_names):
             way_out = "name some in chunk_arg_indexs, or remove the key"
@@ -167,26 +210,12 @@ def _ours(cls, mapping, path, must_be_known):
     return {key: value for key, value in mapping.items() if key in names}
 
 
-def _check(name, value, path):
-    """Raise ConfigError where `value` breaks the rule of the field `name`."""
-    if name in ("moe_num_chunks", "moe_chunk_size", "chunk_moe_max_rows"):
-        if not _is_integer(value, 0):
-            raise ConfigError.about(path, value, "must be an integer >= 0", "use 0 or remove the key to leave it unset")
-    elif name == "chunk_moe_lookahead":
-        if not _is_integer(value, 0):
-            raise ConfigError.about(path, value, "must be an integer >= 0", "remove the key to get 1")
-    elif name in (
-        "chunk_moe_auto", "chunk_moe_recompute", "chunk_moe_skip_unread", "chunk_moe_overlap_shared_expert"
-    ):  # fmt: skip
-        if not isinstance(value, bool):
-            raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
-    elif name == "chunk_moe_keep":
-        if value != "":
-            _check_choice(path, value, KEEPS)
-    elif name == "chunk_moe_schedule":
-        _check_choice(path, value, SCHEDULES)
-    else:
-        _check_choice(path, value, BACKENDS)
+def _check(cls: type, settings: Mapping[str, Any], prefix: str) -> None:
+    """Raise ConfigError where a value breaks the rule of its field of `cls`; the key is `prefix` and the name."""
+    rules = {field.name: field.metadata["rule"] for field in dataclasses.fields(cls)}
+    for name, value in settings.items():
+        if not rules[name].holds(value):
+            raise ConfigError.about(f"{prefix}{name}", value, rules[name].words, rules[name].way_out)
 
 
 def _check_together(settings, prefix):
@@ -204,36 +233,6 @@ def _check_together(settings, prefix):
             refuse(name, "contradicts chunk_moe_auto: true, which chooses")
     if settings["chunk_moe_max_rows"] and settings["moe_chunk_size"] and not settings["moe_num_chunks"]:
         refuse("chunk_moe_max_rows", "has no meaning with moe_chunk_size, which bounds the chunks' tokens")
-
-
-def _check_mbs(name, value, path):
-    """Raise ConfigError where `value` breaks the rule of ChunkMBSConfig's field `name`."""
-    if name == "chunk_mbs":
-        if not _is_integer(value, 1):
-            raise ConfigError.about(path, value, "must be an integer >= 1", "give the samples of one micro-chunk")
-    elif name == "batch_dim":
-        if not _is_integer(value, 0) or value > 1:
-            raise ConfigError.about(path, value, "must be 0 or 1", "write 0 for [B, S, H], 1 for [S, B, H]")
-    elif name == "chunk_infer":
-        if not isinstance(value, bool):
-            raise ConfigError.about(path, value, "must be a boolean", "write true or false, without quotes")
-    elif name == "chunk_arg_indexs":
-        if not isinstance(value, list | tuple) or not all(_is_integer(item, 0) for item in value):
-            raise ConfigError.about(path, value, "must be a list of integers >= 0", "write [0], or [] for none")
-    elif not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise ConfigError.about(path, value, "must be a list of names", "write [] for none")
-
-
-def _is_integer(value, least):
-    # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _check_choice(path, value, choices):
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError.about(
-            path, value, f"must be one of {', '.join(choices)}", f"remove the key to get {choices[0]}"
-        )
 
 
 @functools.cache

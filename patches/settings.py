@@ -13,6 +13,22 @@ CHUNK_MBS = "MINDSPEED_CHUNK_MBS"
 STRICT = "MINDSPEED_CHUNK_STRICT"
 DEVICE = "MINDSPEED_CHUNK_DEVICE"
 
+# Every switch: the value that turns it, and what it does then.
+VARIABLES: Mapping[str, tuple[str, str]] = {
+    DISABLE: ("1", "nothing of the plugin is active"),
+    DISPATCHER: (
+        "host",
+        "where MindSpeed-MM has a `chunkmoe` of its own (its newest master), that one runs; by default ours does",
+    ),
+    CHUNK_MBS: ("host", "with `enable_chunk_mbs: true`, MindSpeed-MM's own ChunkMBS runs; by default ours does"),
+    STRICT: (
+        "1",
+        "`dispatcher: chunkmoe` with `expert_parallel_size: 1`, or ChunkMBS without recompute and offload, ends the "
+        "run instead of a warning",
+    ),
+    DEVICE: ("cpu", "MindSpeed-MM runs on the CPU: it is given what it lacks there"),
+}
+
 
 def disabled() -> bool:
     return os.environ.get(DISABLE) == "1"

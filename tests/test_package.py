@@ -7,10 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import mindspeed_chunk
 
@@ -78,10 +78,11 @@ def test_import_of_every_module_touches_no_device_and_no_process_group():
     )
 
 
-def test_public_names():
-    assert set(mindspeed_chunk.__all__) == {"ChunkMoEConfig", "ConfigError", "__version__"}
-    for name in mindspeed_chunk.__all__:
-        assert hasattr(mindspeed_chunk, name)
+def test_the_changelog_has_the_version():
+    entries = re.findall(r"^## \[(.+)\](?: - \d{4}-\d\d-\d\d)?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    version, released = Version(mindspeed_chunk.__version__), [Version(entry) for entry in entries[1:]]
+    assert entries[0] == "Unreleased" and released == sorted(released, reverse=True)
+    assert released[0] == version or version.is_prerelease and released[0] < version
 
 
 def test_installed_version_and_patches():
@@ -96,38 +97,12 @@ def test_installed_version_and_patches():
     )
 
 
+@pytest.mark.skipif(not PACKAGES["mindspeed_chunk"].is_dir(), reason="needs the package's own checkout")
 def test_the_checkout_has_the_patches_in_the_package():
     """It comes before an installed package wherever Python is started in its root."""
     link = ROOT / "mindspeed_chunk" / "patches"
     assert os.readlink(link) == "../patches"
     assert (link / "__init__.py").samefile(ROOT / "patches" / "__init__.py")
-
-
-def test_wheel_holds_every_file_of_the_packages(tmp_path):
-    pytest.importorskip("setuptools", minversion="70.1", reason="older ones need the package wheel to build one")
-    source = tmp_path / "source"
-    for path in project_files():
-        copy = source / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    (source / "mindspeed_chunk" / "patches").symlink_to(os.readlink(ROOT / "mindspeed_chunk" / "patches"))
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    answer = subprocess.run([*build, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert len(names) == len(set(names))
-    installed = {name for name in names if ".dist-info/" not in name}
-    expected = {"mindspeed_chunk/patches/README.md"}
-    for package, folder in PACKAGES.items():
-        for path in python_files():
-            if folder in path.parents:
-                expected.add(f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}")
-    assert installed == expected
-    (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
-    points = zipfile.ZipFile(wheel).read(points).decode()
-    assert "[console_scripts]\nmindspeed-chunk = mindspeed_chunk.tools.__main__:main\n" in points
-    assert "[torch.backends]\nmindspeed_chunk = mindspeed_chunk.autoload:autoload\n" in points
 
 
 def test_every_python_file_is_short_and_parses_with_the_oldest_python():

@@ -5,16 +5,17 @@
 #   VENV    folder of the environment (default: .venv-quickstart)
 #   OUTPUT  folder for the metrics and the plot (default: quickstart-output)
 #   STEPS   training steps of each run (default: 60)
-#   PYTHON, TORCH_INDEX: see ci/environment.sh
+#   PYTHON, TORCH_INDEX, PACKAGE: see ci/environment.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source ci/environment.sh
 
-VENV=${VENV:-.venv-quickstart}
-OUTPUT=${OUTPUT:-quickstart-output}
+VENV=$(realpath -m "${VENV:-.venv-quickstart}")
+OUTPUT=$(realpath -m "${OUTPUT:-quickstart-output}")
 STEPS=${STEPS:-60}
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || fail "STEPS: $STEPS: must be a positive integer"
 make_environment "$VENV" 2.13.0 standalone,tools
+beside_package "$VENV"
 
 # The ranks share this machine: one thread each, and the loopback, which every machine has.
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo

@@ -18,6 +18,8 @@ from mindspeed_chunk.dist import all_gather, all_to_all, group_rank
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
 from mindspeed_chunk.moe.reference import swiglu
 
+__all__ = ["AllToAllDispatcher"]
+
 
 class AllToAllDispatcher(Dispatcher):
     """The plain dispatcher behind MindSpeed-MM's `ep_forward` arguments; see `Dispatcher`."""

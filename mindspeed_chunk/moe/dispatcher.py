@@ -28,6 +28,8 @@ from mindspeed_chunk.moe.plan import Cut, PendingPlan, agree_num_chunks, count_k
 from mindspeed_chunk.moe.replay import recall, reroute, write_down
 from mindspeed_chunk.observe import emit
 
+__all__ = ["ChunkMoEDispatcher"]
+
 logger = logging.getLogger("mindspeed_chunk")
 
 

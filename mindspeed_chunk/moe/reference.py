@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+__all__ = ["moe_reference"]
+
 
 def swiglu(fc1_RF: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
     """silu(gate) * up; with a positive limit, gate is clamped from above and up on both sides first."""
@@ -33,6 +35,13 @@ def moe_reference(
 
     Differentiable by autograd in every floating-point argument. With experts spread over ranks, each rank's output is
     this function of its own tokens and all experts; an expert's gradient is the sum over the ranks.
+
+    Args:
+        x_TH: hidden states, of the weights' dtype.
+        index_TK, weight_TK: experts of each token, integers in [0, E), and their router weights, floating point.
+        fc1_EHF, fc2_EIH: the experts' weights.
+        activation: from rows `[n, F]` to `[n, I]`.
+        pad_T: booleans, true for padding.
 
     Returns:
         `[T, H]` in the dtype of `weight_TK`, of `x_TH` where `pad_T` is given.

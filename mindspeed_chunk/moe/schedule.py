@@ -21,11 +21,13 @@ from typing import NamedTuple
 
 from mindspeed_chunk.config import SCHEDULES
 
+__all__ = ["Action", "Span", "Timeline", "build", "parse", "render", "simulate", "validate"]
+
 KINDS = "PDECWU"
 
 
 class Action(NamedTuple):
-    """One step on one chunk. `kind` is one of `KINDS`."""
+    """One step on one chunk, which is counted from 0. `kind` is one of `KINDS`."""
 
     kind: str
     chunk: int
@@ -98,6 +100,7 @@ def before_last_unpermutes(schedule: Schedule) -> int:
 
 
 def render(schedule: Schedule) -> str:
+    """The text form, which `parse` reads."""
     return " ".join(map(str, schedule))
 
 
@@ -199,6 +202,7 @@ class Timeline(NamedTuple):
 
     @property
     def communication(self) -> float:
+        """Time of all all-to-alls, hidden or not."""
         return self._sum("DC")
 
     @property
@@ -216,7 +220,7 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> Timeline:
     """Run a schedule against costs, with one compute queue and one communication queue, both first in, first out.
 
     An all-to-all starts when its launch is reached and the wire is free; a launch itself costs nothing. E waits for its
-    D and U for its C.
+    D and U for its C. `cost` is in any unit; that of D and C is the time of their rows on the wire.
     """
     compute = wire = 0.0
     arrival: dict[Action, float] = {}

@@ -5,7 +5,8 @@ Called by `mindspeed-chunk plan`. In code, the parts that answer one question ea
     expert_memory(LayerShape(...), num_chunks=4, keep="rows")    bytes that an MoE layer call keeps and holds at most
     chunk_times(LayerShape(...), device, span, num_chunks=4)     its simulated time, with what of it is exposed
     exchanges(LayerShape(...), num_chunks=4)                     its all-to-alls, and the bytes a rank sends in them
-    best_num_chunks(LayerShape(...), device, span)               N, from the three
+    best_num_chunks(LayerShape(...), device, span)               N, from memory and time
+    state_bytes(load_model("35b"), Sharding(...), recipe)        parameters, gradients, optimizer state of one rank
 
 Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothing here needs torch.
 """
@@ -16,11 +17,13 @@ from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, Layer
 from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.links import Span
 from mindspeed_chunk.planner.model import ModelSize, load_model
+from mindspeed_chunk.planner.precision import RECIPES, Recipe
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
 from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.traffic import Exchanges, exchanges
 
 __all__ = [
+    "RECIPES",
     "ChunkChoice",
     "ChunkRows",
     "ChunkTimes",
@@ -31,6 +34,7 @@ __all__ = [
     "LayerShape",
     "Link",
     "ModelSize",
+    "Recipe",
     "Sharding",
     "Span",
     "StateBytes",

@@ -15,7 +15,7 @@ _SAME = 1.01  # times the fastest
 
 
 class ChunkChoice(NamedTuple):
-    """The chosen N, and what was found for every candidate."""
+    """The chosen N, and by candidate what was found for it."""
 
     num_chunks: int
     memory: dict[int, ExpertMemory]
@@ -38,6 +38,9 @@ def best_num_chunks(
     """The number of chunks for one layer shape. A pure function of its arguments: equal ones give equal choices.
 
     Args:
+        span: of the expert-parallel group; without it, all its ranks are on one node.
+        schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
+        dtype: that the experts compute in; a key of `device.flops`.
         max_bytes: a layer call may hold at its peak. Where no candidate fits, the one with the lowest peak is taken.
         rows_of: from N to the rows of each chunk, such as gathered counts give them; balanced without it.
     """

@@ -36,6 +36,7 @@ class Link:
     measured: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, nbytes: float) -> float:
+        """Of one message of `nbytes` bytes; 0 for none."""
         if nbytes <= 0:
             return 0.0
         if not self.measured:

@@ -27,6 +27,7 @@ class ChunkRows(NamedTuple):
     """Rows of one chunk on one rank.
 
     Attributes:
+        tokens: of the chunk.
         sent: what leaves its tokens, K each, those for this rank's own experts included.
         received: what its experts get, from this rank and the others.
         largest: the most that one local expert gets.
@@ -44,7 +45,10 @@ class LayerShape:
 
     Attributes:
         tokens: T, on this rank.
+        hidden, intermediate: H, and an expert's I.
         experts: E, on all ranks of the expert-parallel group together.
+        top_k: K, experts a token.
+        ep: ranks of the expert-parallel group.
         element_size: bytes of an element of the rows and of the weights.
     """
 
@@ -58,6 +62,7 @@ class LayerShape:
 
     @property
     def local_experts(self) -> int:
+        """L, the experts on this rank."""
         return self.experts // self.ep
 
     @property
@@ -83,6 +88,7 @@ class ExpertMemory(NamedTuple):
 
     @property
     def peak(self) -> int:
+        """The most alive at once in either direction."""
         return max(self.forward_peak, self.backward_peak)
 
 
@@ -114,8 +120,8 @@ def expert_memory(
     """Bytes of a layer call.
 
     Args:
-        keep, lookahead: `chunk_moe_keep`, `chunk_moe_lookahead`.
-        rows: of each chunk, where they are known; otherwise `balanced_rows`.
+        schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
+        rows: of each chunk, where they are known, in place of `num_chunks`; otherwise `balanced_rows`.
     """
     rows = rows or balanced_rows(shape, num_chunks)
     forward = _Forward(shape, rows, keep)

@@ -24,7 +24,12 @@ KINDS = (*DENSE_KINDS, *EXPERT_KINDS)
 
 
 class Layout(NamedTuple):
-    """Sizes of the five kinds of parallelism."""
+    """Sizes of the five kinds of parallelism.
+
+    Attributes:
+        tp, cp, dp, pp: tensor, context, data and pipeline parallelism; their product is the number of ranks.
+        ep: expert parallelism, inside of CP x DP.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -34,6 +39,7 @@ class Layout(NamedTuple):
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property

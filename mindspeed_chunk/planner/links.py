@@ -43,6 +43,7 @@ class Span(NamedTuple):
 
     @property
     def crosses_nodes(self) -> bool:
+        """Whether the group has ranks on more than one node."""
         return self.per_node < self.ranks
 
 

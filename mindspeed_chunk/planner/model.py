@@ -53,11 +53,12 @@ class VisionSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """`text_config`, with transformers' defaults, and what belongs to it.
+    """Sizes of a Qwen3.5-MoE: `text_config`, with transformers' names and defaults, and what belongs to it.
 
     Attributes:
         name: as the user asked for it.
         source: where the sizes were read.
+        vision: sizes of the vision tower.
         layer_types: "linear_attention" or "full_attention" for each layer.
     """
 
@@ -84,14 +85,17 @@ class ModelSize:
 
     @property
     def linear_key_width(self) -> int:
+        """Columns of all keys of a linear-attention layer."""
         return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
     def linear_value_width(self) -> int:
+        """Columns of all values of a linear-attention layer."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def num_full_attention(self) -> int:
+        """Layers with full attention."""
         return self.layer_types.count(_FULL)
 
     def parameters(self) -> tuple[Parameter, ...]:
@@ -99,6 +103,7 @@ class ModelSize:
         return _all_parameters(self)
 
     def num_parameters(self) -> int:
+        """All elements, the vision tower's among them."""
         return sum(parameter.numel for parameter in self.parameters())
 
     def num_active(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Recipe(NamedTuple):
-    """Bytes a parameter.
+    """A way to keep and compute with parameters: bytes that each costs.
 
     Attributes:
         weight: the copy that is kept, sharded.
@@ -20,6 +20,8 @@ class Recipe(NamedTuple):
         grad: the gradient that the optimizer reads.
         moments: Adam's two moments together.
         gathered: an element of a unit while it is gathered for computing.
+        compute: the format of the matmuls, a key of a device's `flops`.
+        loss_scaling: whether the format needs it.
         source: where the recipe is described.
     """
 
@@ -35,6 +37,7 @@ class Recipe(NamedTuple):
 
     @property
     def kept(self) -> int:
+        """All that stays from step to step, together."""
         return self.weight + self.master + self.grad + self.moments
 
 

@@ -74,7 +74,7 @@ class Unit(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes of parameters, gradients and optimizer state on one rank."""
 
     parameters: int
     gradients: int
@@ -82,6 +82,7 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The three together."""
         return sum(self)
 
 

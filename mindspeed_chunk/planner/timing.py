@@ -37,6 +37,7 @@ class ChunkTimes(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Seconds of both directions."""
         return self.forward.total + self.backward.total
 
     @property
@@ -46,6 +47,7 @@ class ChunkTimes(NamedTuple):
 
     @property
     def communication(self) -> float:
+        """Seconds of all all-to-alls, hidden or not."""
         return self.forward.communication + self.backward.communication
 
 
@@ -66,10 +68,13 @@ def chunk_times(
 
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
-        lookahead: `chunk_moe_lookahead`.
+        schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
         dtype: that the experts compute in; a key of `device.flops`.
         imbalance: rows that the busiest rank receives over the mean; EP where it is more.
-        rows: of each chunk, where they are known.
+        rows: of each chunk, where they are known, in place of `num_chunks`.
+
+    Raises:
+        ConfigError: for a dtype that the device has no rate for.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
     costs = _Costs(shape, device, span or Span(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))

@@ -66,18 +66,8 @@ def examine() -> dict:
     from mindspeed_chunk.patches.record import APPLIED, READY
 
     probed = _probe()
-    set_here = {
-        name: os.environ.get(name)
-        for name in (
-            environment.TORCH_AUTOLOAD,
-            settings.DISABLE,
-            settings.DISPATCHER,
-            settings.CHUNK_MBS,
-            settings.STRICT,
-            settings.DEVICE,
-            "NON_MEGATRON",
-        )
-    }
+    names = (environment.TORCH_AUTOLOAD, *settings.VARIABLES, "NON_MEGATRON")
+    set_here = {name: os.environ.get(name) for name in names}
     called = probed.get("autoloaded")  # None: torch cannot be imported
     autoload = bool(called) and not settings.disabled()
     patches = probed.get("patches", [])

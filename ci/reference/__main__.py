@@ -1,0 +1,33 @@
+"""What documents take from the code: tables of settings and versions, and the public names.
+
+    python ci/reference            writes what is out of date, and names it
+    python ci/reference --check    writes nothing, shows the differences, and exits with 1 if there are any
+
+In an environment with this package. A table stands in its document between
+`<!-- table: NAME -->` and `<!-- end of table -->`; all else there is written by hand.
+"""
+
+import argparse
+import sys
+
+from documents import FILES, ROOT, current, difference
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python ci/reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = {name: text for name in FILES if difference(name, text := current(name))}
+    for name, text in stale.items():
+        if check:
+            print(difference(name, text), end="")
+        else:
+            (ROOT / name).write_text(text, encoding="utf-8")
+            print(f"written: {name}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
