@@ -11,7 +11,7 @@ from cuda_on_cpu import cuda_ops
 from host_sync import HostSync, no_host_sync
 from launcher import run_ranks
 from layer import Case, Layer
-from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
+from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.replay import replay_contexts
@@ -70,7 +70,7 @@ FITS = {"hidden": 24, "intermediate": 8, "experts": 6, "top_k": 3}  # widths tha
 
 
 def call_cases():
-    for keep, schedule, dtype in itertools.product(KEEPS, ("rolling", "pair"), (torch.float32, torch.float64)):
+    for keep, schedule, dtype in itertools.product(KEEPS, SCHEDULES, (torch.float32, torch.float64)):
         yield Case(chunks=3, keep=keep, schedule=schedule, dtype=dtype, **FITS)
     for change in (
         {"padded": True},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lint_cases import CLEAN, EXAMPLE, spoilt
+from lint_cases import CLEAN, EXAMPLE, ROOT, spoilt
 from mindspeed_chunk import lint
 from mindspeed_chunk.lint import keys
 from mindspeed_chunk.lint.document import Document, Unreadable
@@ -151,12 +151,12 @@ def test_the_command_is_registered_and_imports_no_torch_without_a_model(tmp_path
     assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
 
 
-def test_the_sample_in_the_readme_is_what_is_printed(run, tmp_path):
+def test_the_sample_in_the_documents_is_what_is_printed(run, tmp_path):
     text = (EXAMPLE / "qwen3_5_35b_npu.yaml").read_text(encoding="utf-8")
     text = text.replace("moe_num_chunks: 2", "moe_num_chunk: 2").replace("    chunk_mbs: 2", "    chunk_mbs: 4")
     _, told, _ = run(text, "--world", "16")
-    readme = (EXAMPLE.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"--world 16\n{told.replace(f'{tmp_path}/', '')}```" in readme
+    shown = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert f"--world 16\n{told.replace(f'{tmp_path}/', '')}```" in shown
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda path: path.name)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from layer import Case, Layer, check, distance
-from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
+from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 F64 = Case()
@@ -21,7 +21,7 @@ def fresh_buffers_hold_nan():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("schedule", ["rolling", "pair"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_matches_the_reference(dtype, schedule, keep):
     for chunks, layout in itertools.product((1, 2, 3, 5), ("LHF", "LFH")):

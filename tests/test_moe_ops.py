@@ -1,16 +1,31 @@
 """The CPU back end, one operation at a time, and the packed rows."""
 
+import importlib
+import inspect
 import itertools
+import re
 
 import pytest
 import torch
 
+from mindspeed_chunk import ops
 from mindspeed_chunk.moe import reference
 from mindspeed_chunk.moe.packing import packed_width, tail
-from mindspeed_chunk.ops import cpu
+from mindspeed_chunk.ops import BACK_ENDS, cpu
 from mindspeed_chunk.ops.groups import Groups
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_every_back_end_has_the_functions_of_the_cpus_with_their_parameters(name):
+    back_end = importlib.import_module(f"mindspeed_chunk.ops.{name}")
+    functions = [each for each in vars(cpu).values() if inspect.isfunction(each) and each.__module__ == cpu.__name__]
+    public = [each for each in functions if not each.__name__.startswith("_")]
+    told = re.search(r"says what each takes and returns\):\n\n(.*?)\n\n", ops.__doc__, re.S).group(1)
+    assert sorted(each.__name__ for each in public) == sorted(re.findall(r"\w+", told))
+    for each in public:
+        assert inspect.signature(getattr(back_end, each.__name__)) == inspect.signature(each)
 
 
 def routed(tokens=9, top_k=3, experts=5, seed=0):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
-from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
+from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
@@ -49,7 +49,7 @@ OTHERS = (
 
 
 def cases() -> list[Case]:
-    modes = itertools.product(("rolling", "pair"), KEEPS, ("LHF", "LFH"))
+    modes = itertools.product(SCHEDULES, KEEPS, ("LHF", "LFH"))
     dtypes = itertools.cycle((torch.float64, torch.float32, torch.bfloat16))
     found = []
     for schedule, keep, layout in modes:

@@ -43,6 +43,10 @@ def test_schedules_read_as_printed(key):
     assert parse(GOLDEN[key]) == schedule
 
 
+def test_every_schedule_has_a_golden_in_both_directions():
+    assert {(name, backward) for name, _, backward in GOLDEN} == set(itertools.product(SCHEDULES, (False, True)))
+
+
 @pytest.mark.parametrize("key", AHEAD, ids=str)
 def test_lookahead_is_how_many_dispatches_come_before_the_experts_of_a_chunk(key):
     lookahead, backward = key

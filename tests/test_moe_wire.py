@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from launcher import run_ranks
 from layer import Case, Layer, check
 from mindspeed_chunk import dist as wire
-from mindspeed_chunk.config import KEEPS
+from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.moe import executor
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.schedule import build, render, residency
@@ -47,7 +47,7 @@ def test_collectives_and_host_copies_of_a_call():
         )
 
     cases, wanted = [], []
-    for chunks, schedule, keep in itertools.product((1, 2, 3, 8), ("rolling", "pair"), KEEPS):
+    for chunks, schedule, keep in itertools.product((1, 2, 3, 8), SCHEDULES, KEEPS):
         cases.append(Case(chunks=chunks, schedule=schedule, keep=keep))
         wanted.append(expected(2 * chunks, 2 * chunks))
     cases += [
@@ -112,7 +112,7 @@ def record_actions(rank, world_size, cases):
 def test_record_of_the_executor_is_the_schedule_and_stays_within_its_residency():
     cases = [
         Case(chunks=n, schedule=schedule, keep=keep, **change)
-        for n, schedule, keep in itertools.product((1, 2, 3, 5, 8), ("rolling", "pair"), KEEPS)
+        for n, schedule, keep in itertools.product((1, 2, 3, 5, 8), SCHEDULES, KEEPS)
         for change in ({}, {"routing": "one_rank"}, {"padded": True})
     ]
     run_ranks(record_actions, 2, cases)
@@ -140,9 +140,7 @@ def test_same_collectives_in_the_same_order_with_matching_sizes_on_every_rank():
     cases = [
         Case(chunks=3, schedule=schedule, keep=keep, routing=routing, tokens=tokens, seed=seed)
         for seed, (schedule, keep, routing, tokens) in enumerate(
-            itertools.product(
-                ("rolling", "pair"), KEEPS, ("random", "one_rank", "alternate"), ((9, 4, 0, 7), (5, 2), (0, 3))
-            )
+            itertools.product(SCHEDULES, KEEPS, ("random", "one_rank", "alternate"), ((9, 4, 0, 7), (5, 2), (0, 3)))
         )
     ]
     traces = run_ranks(trace, 4, cases, naps=(0.004, 0.0, 0.001, 0.0))
@@ -196,9 +194,7 @@ def hold_works(rank, world_size, cases, sabotage):
 
 WAIT_CASES = [
     Case(chunks=n, schedule=schedule, keep=keep, dtype=dtype)
-    for n, schedule, keep, dtype in itertools.product(
-        (1, 2, 3, 5), ("rolling", "pair"), KEEPS, (torch.float64, torch.bfloat16)
-    )
+    for n, schedule, keep, dtype in itertools.product((1, 2, 3, 5), SCHEDULES, KEEPS, (torch.float64, torch.bfloat16))
 ]
 
 

@@ -24,6 +24,11 @@ LAYERS = {
     **dict.fromkeys(("moe", "mbs", "planner"), 1),
 }
 BASE_LAYER = 2
+# What patches use of the packages below them: algorithms stand behind these doors.
+DOORS = (
+    "config device dist model_config ops patches "
+    "moe.checks moe.dispatcher moe.replay moe.shared_expert mbs.block mbs.checks"
+).split()
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(pypi|pythonhosted|download\.pytorch|debian|ubuntu)\.(org|com)")
 
@@ -125,27 +130,59 @@ def test_no_machine_path_and_no_registry_host_in_any_file():
     assert not found, "\n".join(found)
 
 
-def imported_parts(tree):
-    """Names of the package's parts that a module imports, anywhere in it."""
-    for node in ast.walk(tree):
+def trees(package):
+    """The modules of one of PACKAGES, parsed, by their paths."""
+    folder = PACKAGES[package]
+    found = {
+        path.relative_to(folder): ast.parse(path.read_text(encoding="utf-8"))
+        for path in python_files()
+        if folder in path.parents
+    }
+    assert len(found) > 10
+    return found.items()
+
+
+def imported(nodes):
+    """Full names of what is imported by any of the nodes."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            package, _, rest = name.partition(".")
-            assert package not in ("mindspeed", "mindspeed_mm"), f"{name}: the host is never imported"
-            if package == "mindspeed_chunk":
-                yield rest.split(".")[0]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def of_the_host(name):
+    return name.partition(".")[0] in ("mindspeed", "mindspeed_mm")
 
 
 def test_imports_point_one_way():
-    for path in python_files():
-        if PACKAGES["mindspeed_chunk"] not in path.parents:
-            continue
-        part = path.relative_to(PACKAGES["mindspeed_chunk"]).parts[0].removesuffix(".py")
-        for imported in imported_parts(ast.parse(path.read_text(encoding="utf-8"))):
-            assert LAYERS.get(part, BASE_LAYER) <= LAYERS.get(imported, BASE_LAYER), f"{path} imports {imported}"
+    for path, tree in trees("mindspeed_chunk"):
+        part = path.parts[0].removesuffix(".py")
+        for name in imported(ast.walk(tree)):
+            assert not of_the_host(name), f"{path} imports {name}: the host is never imported"
+            package, _, rest = name.partition(".")
+            if package == "mindspeed_chunk":
+                to = rest.partition(".")[0]
+                assert LAYERS.get(part, BASE_LAYER) <= LAYERS.get(to, BASE_LAYER), f"{path} imports {name}"
+
+
+def test_only_patches_and_tools_know_names_of_the_hosts_modules():
+    for path, tree in trees("mindspeed_chunk"):
+        if path.parts[0] != "tools":
+            nodes = list(ast.walk(tree))
+            docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+            assert not [each.value for each in texts if of_the_host(each.value) and id(each) not in docstrings], path
+
+
+def test_patches_hold_no_algorithm_and_import_nothing_heavy_at_their_top():
+    for path, tree in trees("mindspeed_chunk.patches"):
+        for name in imported(ast.walk(tree)):
+            package, _, rest = name.partition(".")
+            if package == "mindspeed_chunk":
+                assert any(f"{rest}.".startswith(f"{door}.") for door in DOORS), f"{path} imports {name}"
+        for name in imported(tree.body):
+            assert name.partition(".")[0] in sys.stdlib_module_names | {"mindspeed_chunk"}, f"{path} imports {name}"
+        bases = [ast.unparse(base) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+        assert not [base for base in bases if base.rpartition(".")[2] in ("Function", "Module")], path

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mindspeed_chunk
-from host_lookalike import FLAVOURS, PLAIN, ROOT, run_code, write_config
+from host_lookalike import FLAVOURS, OWN_CHUNKMOE, PLAIN, ROOT, run_code, write_config
 
 pytest.importorskip("pydantic")
 autoloaded = pytest.mark.skipif(
@@ -21,7 +21,7 @@ TIMEOUT_S = 240
 
 BOTH_WAYS = """
 import sys
-FLAVOUR = {flavour!r}
+FLAVOUR, OWN_CHUNKMOE = {flavour!r}, {own!r}
 from mindspeed_mm.fsdp.distributed import torch_parallelize
 from mindspeed_mm.fsdp.distributed.expert_parallel import ep_dispatcher, expert_parallel
 from mindspeed_mm.fsdp.params import argument, parallel_args
@@ -44,7 +44,7 @@ def admits_chunkmoe():
     except (ValueError, TypeError):
         return False
 
-assert admits_chunkmoe() is (FLAVOUR == "newest")
+assert admits_chunkmoe() is OWN_CHUNKMOE
 before, finders = picture()
 from mindspeed_chunk.patches import PATCHES, install, remove
 
@@ -53,7 +53,7 @@ for _ in range(2):  # and once more after all has been taken back
     assert "wrapt" in sys.modules
     install()
     states = {{patch.name: patch.state for patch in PATCHES if patch.module in sys.modules}}
-    assert states.pop("config name") == ("not needed" if FLAVOUR == "newest" else "applied"), states
+    assert states.pop("config name") == ("not needed" if OWN_CHUNKMOE else "applied"), states
     states.pop("CPU device", None)  # nobody asked for one
     assert len(states) >= 4 and set(states.values()) == {{"applied"}}, states
     assert admits_chunkmoe()
@@ -65,12 +65,12 @@ for _ in range(2):  # and once more after all has been taken back
     allowed = {{"expert_parallelize_modules", checked}} | ({{"__init__"}} if FLAVOUR == "26.0" else set())
     assert ours == allowed, ours
     import mindspeed_mm.fsdp.distributed.expert_parallel.ep_chunkmoe as published
-    assert (getattr(published, "__file__", None) is not None) is (FLAVOUR == "newest")
+    assert (getattr(published, "__file__", None) is not None) is OWN_CHUNKMOE
     remove()
     after, finders_after = picture()
     assert after.keys() == before.keys() and all(after[key] is before[key] for key in before)
     assert [name for name in finders_after if name.startswith("mindspeed_chunk")] == []
-    assert admits_chunkmoe() is (FLAVOUR == "newest")
+    assert admits_chunkmoe() is OWN_CHUNKMOE
     assert {{patch.state for patch in PATCHES}} == {{"waiting"}}
 remove()
 """
@@ -78,7 +78,12 @@ remove()
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_host_imported_first_patches_set_twice_and_taken_back(flavour):
-    run_code(flavour, BOTH_WAYS.format(flavour=flavour), TORCH_DEVICE_BACKEND_AUTOLOAD="0", timeout=TIMEOUT_S)
+    run_code(
+        flavour,
+        BOTH_WAYS.format(flavour=flavour, own=flavour in OWN_CHUNKMOE),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        timeout=TIMEOUT_S,
+    )
 
 
 def test_a_plan_of_26_0_that_does_not_ask_keeps_the_hosts_answer_to_unknown_keys():
@@ -245,8 +250,8 @@ NO_OWN = {
         ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "has no chunkmoe"],
     )
 }
-# pydantic of the newest host, which has typed fields for these, answers or converts first
-TYPED_BY_NEWEST = ("text", "boolean", "number")
+# pydantic of a host with a chunkmoe of its own, which has typed fields for these, answers or converts first
+TYPED_BY_HOST = ("text", "boolean", "number")
 RIGHT = {
     "right": ({"moe_num_chunks": 2}, {}, {}),
     "LoRA elsewhere": ({}, {"training": {"lora": {"enable": True}}}, {}),
@@ -265,10 +270,10 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
     wrong = {
         **WRONG,
         **(SINCE_26_1 if flavour != "26.0" else {}),
-        **(NO_OWN if flavour != "newest" else {}),
+        **(NO_OWN if flavour not in OWN_CHUNKMOE else {}),
     }
-    if flavour == "newest":
-        wrong = {name: case for name, case in wrong.items() if name not in TYPED_BY_NEWEST}
+    if flavour in OWN_CHUNKMOE:
+        wrong = {name: case for name, case in wrong.items() if name not in TYPED_BY_HOST}
     cases = {}
     for number, (name, (plan, settings, environment, *_)) in enumerate((wrong | RIGHT).items()):
         for dispatcher in ("chunkmoe", PLAIN[flavour]):

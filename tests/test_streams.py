@@ -18,7 +18,7 @@ from fake_device import Event, Line, Race, fake_device
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
 from mindspeed_chunk import device
-from mindspeed_chunk.config import KEEPS
+from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.dist import DONE
 from mindspeed_chunk.mbs import offload as mbs_offload
 from mindspeed_chunk.moe import executor
@@ -29,7 +29,7 @@ from offloaded import ROWS, H, blocks, equal, make, rand, run
 CASES = [
     *(
         Case(chunks=chunks, schedule=schedule, keep=keep)
-        for chunks, schedule, keep in itertools.product((1, 2, 3), ("rolling", "pair"), KEEPS)
+        for chunks, schedule, keep in itertools.product((1, 2, 3), SCHEDULES, KEEPS)
     ),
     Case(chunks=3, padded=True),
     Case(chunks=3, routing="one_rank", tokens=(5, 0)),

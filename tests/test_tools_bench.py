@@ -148,7 +148,7 @@ def test_overhead_command(tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (("--cases", "rolling"), "case 'rolling': must be rolling or pair with a number of chunks"),
+        (("--cases", "rolling"), "case 'rolling': must be rolling or pair"),
         (("--cases", "rolling:0"), "case 'rolling:0'"),
         (("--cases", "spiral:4"), "case 'spiral:4'"),
         (("--cases", "rolling:4:fill"), "--cases: fill needs --shared-expert"),

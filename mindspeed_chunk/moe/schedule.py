@@ -59,12 +59,12 @@ def build(name: str, num_chunks: int, *, lookahead: int = 1, backward: bool = Fa
         raise ValueError(f"num_chunks: {num_chunks}: a schedule has at least one chunk")
     if name not in SCHEDULES:
         raise ValueError(f"schedule: {name!r}: must be one of {', '.join(SCHEDULES)}")
-    text = _rolling(num_chunks, lookahead, backward=backward) if name == "rolling" else _pair(num_chunks)
+    text = _BUILDERS[name](num_chunks, lookahead, backward)
     dropped = drop if backward else drop + "W"
     return tuple(action for action in map(_parse_action, text) if action.kind not in dropped)
 
 
-def _rolling(num_chunks: int, lookahead: int, *, backward: bool) -> Iterable[str]:
+def _rolling(num_chunks: int, lookahead: int, backward: bool) -> Iterable[str]:
     for c in range(-lookahead, num_chunks):
         if c + lookahead < num_chunks:
             yield from (f"P{c + lookahead}", f"D{c + lookahead}")
@@ -78,7 +78,7 @@ def _rolling(num_chunks: int, lookahead: int, *, backward: bool) -> Iterable[str
     yield f"U{num_chunks - 1}"
 
 
-def _pair(num_chunks: int) -> Iterable[str]:
+def _pair(num_chunks: int, lookahead: int, backward: bool) -> Iterable[str]:
     for first in range(0, num_chunks, 2):
         chunks = range(first, min(first + 2, num_chunks))
         yield from (f"P{c}" for c in chunks)
@@ -87,6 +87,10 @@ def _pair(num_chunks: int) -> Iterable[str]:
             yield from (f"E{c}", f"C{c}")
         yield from (f"W{c}" for c in chunks)
         yield from (f"U{c}" for c in chunks)
+
+
+# The actions of each of SCHEDULES, as text. W may stand in a forward, too: `build` leaves it out there.
+_BUILDERS: dict[str, Callable[[int, int, bool], Iterable[str]]] = {"rolling": _rolling, "pair": _pair}
 
 
 def after_first_dispatch(schedule: Schedule) -> int:

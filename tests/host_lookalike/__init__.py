@@ -31,6 +31,9 @@ KINDS = {
     "master": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2", "kimi_k3"),
     "newest": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2", "kimi_k3"),
 }
+# which flavours bring a `chunkmoe` of their own, and which know padded tokens
+OWN_CHUNKMOE = ("newest",)
+PADDING = ("master", "newest")
 # what a flavour calls its plain dispatcher
 PLAIN = {"26.0": "fused", "26.1": "alltoall", "master": "alltoall", "newest": "alltoall"}
 PACKAGE = "mindspeed_mm.fsdp.distributed.expert_parallel"

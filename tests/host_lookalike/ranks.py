@@ -141,7 +141,7 @@ def survey(rank, world_size, flavour):
     original, plain = ep_dispatcher.ep_forward, host.PLAIN[flavour]
     # forced balance is the dispatcher's, and the model whose alltoall is broken has no other reference
     kinds = [kind for kind in host.KINDS[flavour] if kind != "wan2_2" or not told["balanced"]]
-    padding = flavour in ("master", "newest")
+    padding = flavour in host.PADDING
 
     told["upstream"] = {kind: attempt(lambda kind=kind: run(build(kind, plan(plain)))) for kind in kinds}
     expected = told["upstream"] | {kind: without_dispatcher(kind) for kind in kinds if kind == "wan2_2"}
@@ -196,7 +196,7 @@ def _published(flavour, expected):
 
     module = importlib.import_module(f"{host.PACKAGE}.ep_chunkmoe")
     told = {"file": getattr(module, "__file__", None)}
-    if flavour == "newest":
+    if flavour in host.OWN_CHUNKMOE:
         return told
     results = direct(module.ep_chunkmoe_forward, ep_plan=plan("chunkmoe", moe_num_chunks=3))
     told["errors"] = distance(results, expected["plain"])
