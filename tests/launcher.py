@@ -132,7 +132,12 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
-class _Fresh(subprocess.Popen):
+def torchrun(ranks):
+    """The words before a script, or `-m` and a module, that is started as a user does."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+class Fresh(subprocess.Popen):
     """A process of its own from the start; what `zygote.Forked` tells, of a child of this process."""
 
     def ended(self):
@@ -154,7 +159,7 @@ class _Rank:
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         stdin, self._lifeline = os.pipe()  # its end tells the child that the parent is gone
         with open(stdin), open(self.files.output, "wb") as output:
-            self._process = start(variables, (str(folder), str(rank)), stdin, output.fileno())
+            self._process = start(variables, (str(folder), str(rank)), stdin, output)
 
     def running(self):
         if self.died_at is None and self._process.ended():
@@ -215,18 +220,14 @@ def _environment(changes):
 
 def _fork(function, environment, variables, arguments, stdin, output):
     call = [__name__, run_child.__name__, arguments]
-    return zygotes()[int(variables["RANK"]) % 2].fork([function.__module__], call, variables, stdin, output)
+    descriptors = (stdin, output.fileno(), output.fileno())
+    return zygotes()[int(variables["RANK"]) % 2].fork(call, variables, descriptors, imports=[function.__module__])
 
 
 def _start(function, environment, variables, arguments, stdin, output):
-    return _Fresh(
-        [sys.executable, "-c", BOOT, json.dumps(absolute_path()), *arguments],
-        env=environment | variables,
-        stdin=stdin,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", BOOT, json.dumps(absolute_path()), *arguments]
+    streams = {"stdin": stdin, "stdout": output, "stderr": output}
+    return Fresh(command, env=environment | variables, start_new_session=True, **streams)
 
 
 def _importable(function):

@@ -78,7 +78,7 @@ def test_chance_is_another_on_every_rank():
 def test_exit_code_and_output_of_a_fork(tmp_path):
     with open(os.devnull) as stdin, open(tmp_path / "output", "w") as output:
         call = [launched.__name__, launched.tell_and_exit.__name__, [3]]
-        process = launcher.zygotes()[0].fork([], call, {}, stdin.fileno(), output.fileno())
+        process = launcher.zygotes()[0].fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
         assert process.reap() == 3
     assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
 
@@ -88,12 +88,11 @@ def test_why_a_zygote_cannot_fork_is_told(tmp_path, monkeypatch):
     (tmp_path / "threaded.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     zygote = Zygote(os.environ)
-    with open(os.devnull) as nothing:
-        with pytest.raises(RuntimeError, match="after the import of threaded there are threads"):
-            zygote.fork(["threaded"], None, {}, nothing.fileno(), nothing.fileno())
-        os.kill(zygote.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
-            zygote.fork([], None, {}, nothing.fileno(), nothing.fileno())
+    with pytest.raises(RuntimeError, match="after the import of threaded there are threads"):
+        zygote.fork(None, {}, (), imports=["threaded"])
+    os.kill(zygote.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
+        zygote.fork(None, {}, ())
 
 
 def test_own_traceback_comes_first_and_nobody_waits_long():
@@ -118,10 +117,9 @@ def test_every_rank_is_reported_in_the_order_of_failing():
     assert text.index("no good on 2") < text.index("no good on 1") < text.index("no good on 0")
 
 
-@ROADS
-def test_a_killed_rank_comes_first(env):
+def test_a_killed_rank_comes_first():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(launched.die_on, 2, 0, env=env)
+        run_ranks(launched.die_on, 2, 0)
     assert [outcome.state for outcome in failure.value.outcomes] == ["died", "raised"]
     assert str(failure.value).startswith("2 of 2 ranks failed, the first one: rank 0")
     assert "exit code -9" in str(failure.value)

@@ -37,14 +37,16 @@ class Zygote:
         self.pid = self._process.pid
         atexit.register(self._close)
 
-    def fork(self, imports, call, variables, stdin, output):
-        """A process that imports `imports`, if the zygote has not, and calls `call`: [module, function, arguments].
+    def fork(self, call, variables, descriptors, imports=(), path=()):
+        """A process that calls `call`: [module, function, arguments], and leads a process group of its own.
 
-        variables: added to its environment. stdin, output: its descriptors 0 and, for both, 1 and 2.
-        It leads a process group of its own.
+        variables: added to its environment.
+        descriptors: its stdin, stdout and stderr.
+        imports: modules that the zygote imports first, if it has not.
+        path: in front of this process's `sys.path`.
         """
-        job = {"path": absolute_path(), "folder": os.getcwd(), "imports": imports, "call": call, "variables": variables}
-        return Forked(self, self._ask(FORK, job, stdin, output))
+        job = {"call": call, "variables": variables, "imports": imports, "folder": os.getcwd()}
+        return Forked(self, self._ask(FORK, {**job, "path": [*path, *absolute_path()]}, *descriptors))
 
     def _ask(self, what, about, *descriptors):
         try:
@@ -98,11 +100,14 @@ def _run(module, function, arguments):
     try:
         getattr(importlib.import_module(module), function)(*arguments)
     except SystemExit as end:
-        return end.code
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-        return 1
-    return 0
+    else:
+        return 0
+    return 1
 
 
 def _end(code):
@@ -118,7 +123,7 @@ def _end(code):
 def _serve(connection):
     """Answer until the parent is gone; in a child, return what it is to call."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not message:
             return None
         what, about = json.loads(message)
@@ -152,11 +157,10 @@ def _fork(job):
     return child
 
 
-def _become(job, connection, stdin, output):
+def _become(job, connection, *descriptors):
     connection.detach()
-    for descriptor, own in ((stdin, 0), (output, 1), (output, 2)):
+    for own, descriptor in enumerate(descriptors):
         os.dup2(descriptor, own)
-    for descriptor in (stdin, output):
         os.close(descriptor)
     os.environ.update(job["variables"])
     importlib.import_module("torch").default_generator.seed()  # a process's own, as Python's is after a fork
