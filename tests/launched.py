@@ -1,9 +1,13 @@
 """Functions that tests/test_launcher.py runs on ranks."""
 
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,14 +20,30 @@ def add(rank, world_size, value, *, scale=1):
 
 
 def surroundings(rank, world_size):
+    """What a process is given, as far as a function can tell."""
     return {
+        "environment": dict(os.environ),
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "leads its group": os.getpgid(0) == os.getpid(),
+        "descriptors": [Path(os.readlink(f"/proc/self/fd/{n}")).name.split(":")[0] for n in range(3)],
+        "python's threads": len(threading.enumerate()),
+        "signals": {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)},
         "threads": torch.get_num_threads(),
-        "omp": os.environ["OMP_NUM_THREADS"],
-        "seen": os.environ.get("SEEN"),
-        "home": os.environ.get("HOME"),
         "nan": bool(torch.empty(5).isnan().all()),
         "size": dist.get_world_size(),
     }
+
+
+def chance(rank, world_size):
+    return hash("text"), random.random(), torch.rand(1).item()
+
+
+def tell_and_exit(code):
+    """No function of a rank: what a zygote calls."""
+    print("told")
+    print("told, too", file=sys.stderr)
+    sys.exit(code)
 
 
 def raise_on(rank, world_size, culprit):
@@ -48,7 +68,8 @@ def leave(rank, world_size):
     os._exit(0)
 
 
-def sleep_forever(rank, world_size):
+def sleep_forever(rank, world_size, folder):
+    (folder / str(os.getpid())).touch()
     time.sleep(10_000)
 
 

@@ -1,4 +1,4 @@
-"""Runs one function on several ranks: fresh processes, gloo on the CPU, every rank's fate reported.
+"""Runs one function on several ranks: a process each, gloo on the CPU, every rank's fate reported.
 
     def check(rank, world_size, value):
         tensor = torch.full((1,), float(value))
@@ -8,14 +8,19 @@
     def test_check():
         assert run_ranks(check, 2, 3) == [6.0, 6.0]
 
-`function` lives at the top of a module that the children can import (they get this process's `sys.path`). A launch
-costs one `import torch` per rank, so a test with many small cases hands the whole list to one launch.
+`function` lives at the top of a module that the children can import (they get this process's `sys.path`).
 
-Nothing here imports torch in the parent, and in a child only after the stack dumps are armed.
+Ranks are forks of a zygote, which has imported that module, and torch, and has done nothing else. A launch with an
+environment of its own (`env`), or after this process's has changed, is one of fresh processes: much of it is read when
+torch is imported. Ranks with even and with odd numbers have a zygote each, so that between neighbours hash seeds and
+addresses differ, as they do between processes that are started one by one.
+
+Nothing here imports torch in the parent.
 """
 
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import pickle
@@ -29,14 +34,19 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+from zygote import Zygote, absolute_path
+
 POLL_S = 0.02
 DUMP_S = 0.5
 # A rank that is killed leaves no time stamp of its own, and its neighbours' connection errors may be written before the
 # parent sees it die: its failure counts as this much earlier than seen.
 DEATH_LEAD_S = 1.0
+COLLECTIVE_SLACK_S = 60
 OUTPUT_TAIL_CHARS = 20_000
 
-BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import {module} as m; m.run_child(*sys.argv[2:])"
+BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import launcher; launcher.run_child(*sys.argv[2:])"
+# Changes from test to test, and is pytest's own.
+NOT_HANDED_ON = "PYTEST_CURRENT_TEST"
 
 
 @dataclasses.dataclass
@@ -85,11 +95,12 @@ def run_ranks(
     """Call `function(rank, world_size, *args, **kwargs)` on every rank of a new gloo group; return the ranks' results.
 
     timeout: seconds for the whole run; then every rank's stacks are dumped and everything is killed.
-    env: additions to the children's environment; a value of None removes a variable.
+    env: additions to the children's environment; a value of None removes a variable. Without, ranks are forks.
     expect_failure: return a list of `Outcome` instead of raising.
     fill_nan: deterministic algorithms, and fresh buffers (`torch.empty`) filled with NaN.
     grace: seconds the other ranks get to end by themselves after the first failure.
-    collective_timeout: seconds a collective may take; default `timeout`, so that a hang ends in a stack dump.
+    collective_timeout: seconds a collective may take; by default more than `timeout`, so that a hang ends in a stack
+        dump.
     Raises RanksFailed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -97,14 +108,15 @@ def run_ranks(
         job = {
             "world_size": world_size,
             "fill_nan": fill_nan,
-            "collective_timeout": timeout if collective_timeout is None else collective_timeout,
+            "collective_timeout": timeout + COLLECTIVE_SLACK_S if collective_timeout is None else collective_timeout,
         }
         (folder / "job").write_bytes(pickle.dumps(job))
         (folder / "call").write_bytes(pickle.dumps((_importable(function), args, kwargs)))
         ranks = []
         try:
+            start = _fork if (environment := _environment(env or {})) == zygotes()[0].environment else _start
             for rank in range(world_size):
-                ranks.append(_Rank(folder, rank, world_size, env or {}))
+                ranks.append(_Rank(folder, rank, world_size, functools.partial(start, function, environment)))
             _watch(ranks, time.monotonic() + timeout, grace)
         finally:
             for rank in ranks:
@@ -120,37 +132,37 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
+def torchrun(ranks):
+    """The words before a script, or `-m` and a module, that is started as a user does."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+class Fresh(subprocess.Popen):
+    """A process of its own from the start; what `zygote.Forked` tells, of a child of this process."""
+
+    def ended(self):
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def reap(self):
+        return self.wait()
+
+
 class _Rank:
     """The parent's view of one child; the child is the leader of a process group of its own."""
 
-    def __init__(self, folder, rank, world_size, env):
+    def __init__(self, folder, rank, world_size, start):
         self.rank = rank
         self.files = _Files(folder, rank)
         self.state = None
         self.died_at = None
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            **env,
-        }
-        path = [os.path.abspath(entry) for entry in sys.path]
-        with open(self.files.output, "wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT.format(module=__name__), json.dumps(path), str(folder), str(rank)],
-                env={name: value for name, value in environment.items() if value is not None},
-                stdin=subprocess.PIPE,  # its end tells the child that the parent is gone
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.returncode = None
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        stdin, self._lifeline = os.pipe()  # its end tells the child that the parent is gone
+        with open(stdin), open(self.files.output, "wb") as output:
+            self._process = start(variables, (str(folder), str(rank)), stdin, output)
 
     def running(self):
-        """False once the process has ended; it stays unreaped, so that its group id cannot be anybody else's."""
-        if self.died_at is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if self.died_at is None and self._process.ended():
             self.died_at = time.monotonic()
         return self.died_at is None
 
@@ -160,13 +172,13 @@ class _Rank:
     def dump(self, state):
         """Have the rank write its stacks; `state` says why it will be killed."""
         self.state = state
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self._process.pid, signal.SIGUSR1)
 
     def kill(self):
         """End the rank and whatever it started; called once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdin.close()
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self.returncode = self._process.reap()
+        os.close(self._lifeline)
 
     def outcome(self):
         """Read the fate of an ended process from its files and exit code."""
@@ -181,9 +193,9 @@ class _Rank:
             outcome.state, outcome.failed_at = self.state, time.monotonic()
             where = "after it returned" if self.files.result.exists() else "in the call"
             outcome.error = f"still running, {where}:\n{self._stacks()}"
-        elif self.process.returncode or not self.files.result.exists():
+        elif self.returncode or not self.files.result.exists():
             outcome.state, outcome.failed_at = "died", self.died_at - DEATH_LEAD_S
-            outcome.error = f"ended with exit code {self.process.returncode} and no traceback"
+            outcome.error = f"ended with exit code {self.returncode} and no traceback"
         else:
             outcome.result = pickle.loads(self.files.result.read_bytes())
         return outcome
@@ -192,6 +204,30 @@ class _Rank:
         if self.files.stacks.exists():
             return self.files.stacks.read_text(errors="replace") or "no stacks were written"
         return "it had not started yet"
+
+
+@functools.cache
+def zygotes():
+    """Of this process; made at its first launch."""
+    environment = _environment({})
+    return [Zygote(environment) for _ in range(2)]
+
+
+def _environment(changes):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", NOT_HANDED_ON: None, **changes}
+    return {name: value for name, value in environment.items() if value is not None}
+
+
+def _fork(function, environment, variables, arguments, stdin, output):
+    call = [__name__, run_child.__name__, arguments]
+    descriptors = (stdin, output.fileno(), output.fileno())
+    return zygotes()[int(variables["RANK"]) % 2].fork(call, variables, descriptors, imports=[function.__module__])
+
+
+def _start(function, environment, variables, arguments, stdin, output):
+    command = [sys.executable, "-c", BOOT, json.dumps(absolute_path()), *arguments]
+    streams = {"stdin": stdin, "stdout": output, "stderr": output}
+    return Fresh(command, env=environment | variables, start_new_session=True, **streams)
 
 
 def _importable(function):

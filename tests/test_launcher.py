@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import launched
+import launcher
 from launcher import RanksFailed, run_ranks
+from zygote import Zygote
 
 
 def alive(pid):
@@ -23,6 +25,19 @@ def alive(pid):
     return state not in "ZX"
 
 
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(condition, seconds=60):
+    """What the condition comes to, once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)
+    return found
+
+
 def test_results_come_back_in_rank_order():
     results = run_ranks(launched.add, 2, 3, scale=2)
     assert len(results) == 2
@@ -30,11 +45,54 @@ def test_results_come_back_in_rank_order():
         assert torch.equal(result, torch.full((3,), 14.0))
 
 
-def test_surroundings_of_a_rank():
-    (seen,) = run_ranks(launched.surroundings, 1, env={"SEEN": "yes", "HOME": None})
-    assert seen == {"threads": 1, "omp": "1", "seen": "yes", "home": None, "nan": True, "size": 1}
-    (seen,) = run_ranks(launched.surroundings, 1, fill_nan=False)
+# Ranks are forks of a zygote, or, with an environment of their own, fresh processes.
+ROADS = pytest.mark.parametrize("env", [None, {"FRESH": "yes"}], ids=["forks", "fresh"])
+
+
+def test_forks_have_the_surroundings_of_fresh_processes():
+    forks, fresh = (run_ranks(launched.surroundings, 2, env=env) for env in (None, {"FRESH": "yes"}))
+    for rank, (fork, other) in enumerate(zip(forks, fresh, strict=True)):
+        assert other["environment"].pop("FRESH") == "yes"
+        assert fork == other
+        assert fork["environment"]["RANK"] == str(rank) and fork["environment"]["OMP_NUM_THREADS"] == "1"
+        assert fork["folder"] == os.getcwd() and fork["leads its group"]
+        assert (fork["threads"], fork["nan"], fork["size"]) == (1, True, 2)
+
+
+def test_environment_is_as_asked_and_as_it_is_now(monkeypatch):
+    (seen,) = run_ranks(launched.surroundings, 1, env={"SEEN": "yes", "HOME": None}, fill_nan=False)
+    assert seen["environment"]["SEEN"] == "yes" and "HOME" not in seen["environment"]
     assert not seen["nan"]
+    monkeypatch.setenv("SEEN", "later")
+    (seen,) = run_ranks(launched.surroundings, 1)
+    assert seen["environment"]["SEEN"] == "later"
+
+
+def test_chance_is_another_on_every_rank():
+    """Hashes differ between neighbours at least, so that an order of a set is not the same on all ranks."""
+    hashes, *numbers = zip(*run_ranks(launched.chance, 4), *run_ranks(launched.chance, 4))
+    assert all(len(set(values)) == 8 for values in numbers)
+    assert len(set(hashes)) == 2 or "PYTHONHASHSEED" in os.environ
+
+
+def test_exit_code_and_output_of_a_fork(tmp_path):
+    with open(os.devnull) as stdin, open(tmp_path / "output", "w") as output:
+        call = [launched.__name__, launched.tell_and_exit.__name__, [3]]
+        process = launcher.zygotes()[0].fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
+        assert process.reap() == 3
+    assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
+
+
+def test_why_a_zygote_cannot_fork_is_told(tmp_path, monkeypatch):
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    zygote = Zygote(os.environ)
+    with pytest.raises(RuntimeError, match="after the import of threaded there are threads"):
+        zygote.fork(None, {}, (), imports=["threaded"])
+    os.kill(zygote.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
+        zygote.fork(None, {}, ())
 
 
 def test_own_traceback_comes_first_and_nobody_waits_long():
@@ -74,7 +132,7 @@ def test_an_exit_without_result_is_a_failure():
 
 def test_hang_ends_with_stacks():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(launched.hang_in_collective, 2, timeout=15)
+        run_ranks(launched.hang_in_collective, 2, timeout=4)
     assert [outcome.state for outcome in failure.value.outcomes] == ["timeout", "timeout"]
     assert str(failure.value).count("in hang_in_collective") == 2
 
@@ -96,36 +154,28 @@ def test_functions_a_child_cannot_find_are_refused():
         run_ranks(lambda rank, world_size: None, 1)
 
 
-def test_processes_that_a_rank_started_end_with_it():
-    ((own, sleeper),) = run_ranks(launched.start_a_sleeper, 1)
+@ROADS
+def test_processes_that_a_rank_started_end_with_it(env):
+    ((own, sleeper),) = run_ranks(launched.start_a_sleeper, 1, env=env)
     assert not alive(own)
-    end = time.monotonic() + 5
-    while alive(sleeper) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not alive(sleeper)
+    assert wait_for(lambda: not alive(sleeper))
 
 
-def test_ranks_end_when_the_parent_is_killed(tmp_path):
+@ROADS
+def test_ranks_end_when_the_parent_is_killed(tmp_path, env):
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "import launcher, launched\n"
-        "started = launcher.subprocess.Popen\n"
-        "class Told(started):\n"
-        "    def __init__(self, *args, **kwargs):\n"
-        "        super().__init__(*args, **kwargs)\n"
-        "        print(self.pid, flush=True)\n"
-        "launcher.subprocess.Popen = Told\n"
-        "launcher.run_ranks(launched.sleep_forever, 2)\n"
+        "import pathlib, launcher, launched\n"
+        f"launcher.run_ranks(launched.sleep_forever, 2, pathlib.Path({str(tmp_path)!r}), env={env!r})\n"
     )
     # It cannot clean up any more: its folder goes where pytest cleans up.
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-    children = [int(parent.stdout.readline()) for _ in range(2)]
-    assert all(alive(pid) for pid in children)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    end = time.monotonic() + 20
-    while any(alive(pid) for pid in children) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in children)
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        children = wait_for(lambda: ids if len(ids := [int(p.name) for p in tmp_path.glob("[0-9]*")]) == 2 else None)
+        started = children_of(parent.pid)
+        assert all(map(alive, children)) and len(started) >= 2
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert wait_for(lambda: not any(map(alive, {*children, *started})))

@@ -2,13 +2,12 @@
 
 import functools
 import importlib.metadata
-import json
 import math
 
 import pytest
 import yaml
 
-from host_lookalike import FLAVOURS, PLAIN, drift, launch, losses, run_code, write_config
+from host_lookalike import FLAVOURS, PLAIN, drift, launch, losses, read_configs, run_code, write_config
 
 pytest.importorskip("pydantic")
 if not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_chunk"):
@@ -47,7 +46,7 @@ def configured(path, flavour, plan=None, *, inner=BLOCKS, fsdp=HOOKED, features=
 def start(folder, flavour, plan=None, *, before=(), env=(), **settings):
     """The finished ranks of a run with ChunkMBS."""
     config = configured(folder / "run", flavour, plan, **settings)
-    return launch(flavour, config, before=before, timeout=TIMEOUT_S, **dict(env))
+    return launch(flavour, config, before=before, timeout=TIMEOUT_S, fork=True, **dict(env))
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def whole(folder, coefficient=0.0, skip=False):
     """Losses without ChunkMBS; the look-alikes' flavours compute alike."""
     features = {"loss_cfg": {"router_aux_loss_coef": coefficient}, "skip_moe_pad_tokens": skip}
     config = write_config(folder / "run", {"dispatcher": "alltoall"}, training=TRAINING, features=features)
-    return losses(launch("master", config, timeout=TIMEOUT_S))[0]
+    return losses(launch("master", config, timeout=TIMEOUT_S, fork=True))[0]
 
 
 def same(ours, theirs):
@@ -176,7 +175,7 @@ def test_blocks_that_are_wrapped_too_late_are_an_error(folder, tmp_path):
 def test_a_drifted_host_is_one_error_that_names_the_seam(folder, tmp_path, flavour, module, changes, expected):
     drift(flavour, tmp_path, module, *changes)
     config = configured(folder / "run", flavour)
-    (process,) = launch(flavour, config, before=(tmp_path,), ranks=1, timeout=TIMEOUT_S, WORLD_SIZE="2")
+    (process,) = launch(flavour, config, before=(tmp_path,), ranks=1, timeout=TIMEOUT_S, fork=True, WORLD_SIZE="2")
     assert process.returncode and "Traceback" not in process.stderr
     (line,) = [
         line for line in process.stderr.splitlines() if line.startswith("mindspeed_chunk: features.enable_chunk_mbs: ")
@@ -264,33 +263,6 @@ def test_replaced_when_asked_for_taken_back_and_applied_twice(tmp_path, flavour)
     run_code(flavour, text, TORCH_DEVICE_BACKEND_AUTOLOAD="0", timeout=TIMEOUT_S)
 
 
-READ = """
-import json, os, sys
-from mindspeed_chunk.patches import install
-install()
-def read(path, environment):
-    sys.argv = ["trainer.py", path]
-    os.environ.update(environment)
-    try:
-        if FLAVOUR == "26.0":
-            from mindspeed_mm.fsdp.params import argument
-            argument.parse_args(argument.Arguments)
-        else:
-            from mindspeed_mm.config.config_manager import ConfigManager
-            ConfigManager().load_and_parse()
-    except SystemExit as end:
-        return str(end.code)
-    except Exception as error:
-        return f"{type(error).__name__}"
-    finally:
-        for name in environment:
-            del os.environ[name]
-
-told = {name: read(path, environment) for name, (path, environment) in CASES.items()}
-import torch
-assert not torch.distributed.is_initialized()
-print("told", json.dumps(told))
-"""
 PLAN = "features.chunkmbs_plan"
 STRICT = {"MINDSPEED_CHUNK_STRICT": "1"}
 NESTED = ["embed", "layers.{*}", "layers.{*}.experts"]
@@ -358,10 +330,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
         expected["offload"] = ["features.loss_cfg.router_aux_loss_offload: True: "]
         cases["layer"] = str(configured(tmp_path / "layer", flavour, features={"enable_chunk_layer": True})), {}
         expected["layer"] = ["features.enable_chunk_layer: True: has not been tried", "MINDSPEED_CHUNK_MBS=host"]
-    text = f"FLAVOUR, CASES = {flavour!r}, {cases!r}\n{READ}"
-    answer = run_code(flavour, text, timeout=TIMEOUT_S)
-    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]
-    for name, message in json.loads(line.removeprefix("told ")).items():
+    for name, message in read_configs(flavour, cases, TIMEOUT_S)[0].items():
         if expected[name] is None:
             assert message is None, (name, message)
         else:

@@ -1,7 +1,6 @@
 """Setting and taking back of the patches, and what a process notices of them; one fresh process a case."""
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mindspeed_chunk
-from host_lookalike import FLAVOURS, OWN_CHUNKMOE, PLAIN, ROOT, run_code, write_config
+from host_lookalike import FLAVOURS, OWN_CHUNKMOE, PLAIN, ROOT, read_configs, run_code, write_config
 
 pytest.importorskip("pydantic")
 autoloaded = pytest.mark.skipif(
@@ -181,32 +180,6 @@ def test_launcher_keeps_a_safe_path(tmp_path):
     assert first == next(filter(None, sys.path))
 
 
-READ = """
-import json, os, sys
-from mindspeed_chunk.patches import install
-install()
-
-def read(path, environment):
-    sys.argv = ["trainer.py", path]
-    os.environ.update(environment)
-    try:
-        if {flavour!r} == "26.0":
-            from mindspeed_mm.fsdp.params import argument
-            argument.parse_args(argument.Arguments)
-        else:
-            from mindspeed_mm.config.config_manager import ConfigManager
-            ConfigManager().load_and_parse()
-    except SystemExit as end:
-        return str(end.code)
-    finally:
-        for name in environment:
-            del os.environ[name]
-
-told = {{name: read(path, environment) for name, (path, environment) in json.loads({cases!r}).items()}}
-import torch
-assert not torch.distributed.is_initialized()
-print("told", json.dumps(told))
-"""
 EXPERTS = {"training": {"lora": {"enable": True, "target_modules": ["layers.{*}.experts.gate_up_proj"]}}}
 # name: plan, other settings, environment, what the one line must hold
 WRONG = {
@@ -281,9 +254,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
                 plan = {key: value for key, value in plan.items() if key == "apply_modules"}
             path = write_config(tmp_path / f"{number}-{dispatcher}", {"dispatcher": dispatcher, **plan}, **settings)
             cases[f"{name}, {dispatcher}"] = str(path), environment
-    answer = run_code(flavour, READ.format(flavour=flavour, cases=json.dumps(cases)), timeout=TIMEOUT_S)
-    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]
-    told = json.loads(line.removeprefix("told "))
+    told, errors = read_configs(flavour, cases, TIMEOUT_S)
     for name in wrong | RIGHT:
         assert told[f"{name}, {PLAIN[flavour]}"] is None, "a plan that does not ask for it is not ours to check"
     assert [told[f"{name}, chunkmoe"] for name in RIGHT] == [None] * len(RIGHT)
@@ -292,5 +263,5 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
         assert message is not None, name
         assert message.startswith("mindspeed_chunk: ") and "\n" not in message
         assert all(part in message for part in expected), (name, message)
-    warnings = [line for line in answer.stderr.splitlines() if "expert_parallel_size" in line]
+    warnings = [line for line in errors if "expert_parallel_size" in line]
     assert len(warnings) == 1, warnings

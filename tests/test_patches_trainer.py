@@ -30,14 +30,14 @@ def plain(folder):
 
 
 def start(folder, flavour, plan, **keys):
-    options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before", "ranks") or name.isupper()}
+    options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before", "fork") or name.isupper()}
     config = write_config(folder / "run", plan, **keys)
     return losses(launch(flavour, config, timeout=TIMEOUT_S, **options))
 
 
 def refused(folder, flavour, plan, **keys):
     """stdout and stderr of one rank of a run that must end with an error, before it joins the others."""
-    options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before") or name.isupper()}
+    options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before", "fork") or name.isupper()}
     config = write_config(folder / "run", plan, **keys)
     (process,) = launch(flavour, config, ranks=1, timeout=TIMEOUT_S, WORLD_SIZE="2", **options)
     assert process.returncode != 0, process.stdout
@@ -112,7 +112,7 @@ def test_launcher_where_torch_loads_no_backends(folder, plain):
 
 def test_a_misspelt_key_ends_both_ranks_with_one_line(folder):
     config = write_config(folder / "run", {"dispatcher": "chunkmoe", "moe_num_chunk": 2})
-    for process in launch("master", config, timeout=TIMEOUT_S):
+    for process in launch("master", config, timeout=TIMEOUT_S, fork=True):
         assert process.returncode != 0
         assert process.stderr == (
             "mindspeed_chunk: parallel.ep_plan.moe_num_chunk: 2: unknown key; the nearest one is moe_num_chunks\n"
@@ -120,7 +120,7 @@ def test_a_misspelt_key_ends_both_ranks_with_one_line(folder):
 
 
 def test_more_expert_parallel_ranks_than_ranks_end_the_run_at_its_start(folder):
-    _, stderr = refused(folder, "master", CHUNKED, expert_parallel_size=4)
+    _, stderr = refused(folder, "master", CHUNKED, fork=True, expert_parallel_size=4)
     assert stderr == (
         "mindspeed_chunk: parallel.expert_parallel_size: 4: must divide the number of ranks, 2; change one of the two\n"
     )
@@ -128,14 +128,14 @@ def test_more_expert_parallel_ranks_than_ranks_end_the_run_at_its_start(folder):
 
 def test_a_device_without_a_back_end_ends_the_run_at_its_start(folder, tmp_path):
     drift("master", tmp_path, "mindspeed_mm.fsdp.utils.device", ('"cpu"', '"xpu"'))
-    _, stderr = refused(folder, "master", CHUNKED, before=(tmp_path,))
+    _, stderr = refused(folder, "master", CHUNKED, fork=True, before=(tmp_path,))
     (line,) = stderr.splitlines()
     assert line.startswith("mindspeed_chunk: parallel.ep_plan.chunk_moe_backend: 'auto': ") and "xpu" in line
 
 
 def test_expert_parallel_size_1_is_one_warning_and_trains(folder, plain):
     config = write_config(folder / "run", CHUNKED, expert_parallel_size=1)
-    finished = launch("master", config, timeout=TIMEOUT_S)
+    finished = launch("master", config, timeout=TIMEOUT_S, fork=True)
     trained, told = losses(finished)
     assert told["ran"] == [] and len(trained) == 3
     (warning,) = [line for process in finished for line in process.stderr.splitlines() if "mindspeed_chunk" in line]
@@ -164,7 +164,7 @@ def test_expert_parallel_size_1_is_one_warning_and_trains(folder, plain):
 )
 def test_a_drifted_host_is_one_error_that_names_the_seam(folder, tmp_path, flavour, module, change, expected):
     drift(flavour, tmp_path, module, change)
-    _, stderr = refused(folder, flavour, CHUNKED, before=(tmp_path,))
+    _, stderr = refused(folder, flavour, CHUNKED, fork=True, before=(tmp_path,))
     lines = [line for line in stderr.splitlines() if line.startswith("mindspeed_chunk: parallel.ep_plan.dispatcher")]
     assert len(lines) == 1 and expected in lines[0] and "use dispatcher: alltoall" in lines[0]
     assert "found" in lines[0] and "Traceback" not in stderr
@@ -174,7 +174,7 @@ def test_a_host_whose_names_of_dispatchers_have_drifted_says_so(folder, tmp_path
     names = '"alltoall", "allgather", "mc2"'
     change = (f"Literal[{names}]", 'Literal["a2a", "mc2"]'), ('= "alltoall"', '= "a2a"')
     drift("master", tmp_path, "mindspeed_mm.fsdp.params.parallel_args", *change)
-    stdout, stderr = refused(folder, "master", CHUNKED, before=(tmp_path,))
+    stdout, stderr = refused(folder, "master", CHUNKED, fork=True, before=(tmp_path,))
     (line,) = [line for line in stderr.splitlines() if line.startswith("mindspeed_chunk:")]
     assert "config name (mindspeed_mm.fsdp.params.parallel_args.EPPlanConfig.dispatcher): drifted" in line
     assert "expected a Literal with alltoall" in line and "found EPPlanConfig.dispatcher of ('a2a', 'mc2')" in line
@@ -186,13 +186,13 @@ def test_a_drifted_host_runs_alltoall_as_before(folder, tmp_path, plain):
     drift("master", tmp_path, module, ("ep_balance_strategy", "balance_strategy"))
     model = "mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe"
     drift("master", tmp_path, model, ("ep_balance_strategy", "balance_strategy"))
-    assert start(folder, "master", {"dispatcher": "alltoall"}, before=(tmp_path,)) == plain
+    assert start(folder, "master", {"dispatcher": "alltoall"}, fork=True, before=(tmp_path,)) == plain
 
 
 def test_padding_is_left_out_where_the_yaml_says_so(folder):
     features = {"skip_moe_pad_tokens": True}
-    expected, _ = start(folder, "master", {"dispatcher": "alltoall"}, features=features)
-    chunked, told = start(folder, "master", CHUNKED, features=features)
+    expected, _ = start(folder, "master", {"dispatcher": "alltoall"}, fork=True, features=features)
+    chunked, told = start(folder, "master", CHUNKED, fork=True, features=features)
     assert told["ran"] == []
     assert all(math.isclose(float(a), float(b), rel_tol=1e-6) for a, b in zip(chunked, expected, strict=True))
 

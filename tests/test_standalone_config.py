@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import warnings
 
 import pytest
 import yaml
 
-from launcher import run_ranks
+from launcher import run_ranks, torchrun
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 from mindspeed_chunk.standalone import __main__ as command_line
 from mindspeed_chunk.standalone.config import load_config
@@ -107,8 +106,8 @@ def test_every_user_error_is_one_line_on_every_rank(bad):
 
 @pytest.mark.parametrize("name", ["missing yaml", "pattern fsdp"])
 def test_torchrun_ends_soon_and_the_line_comes_once(bad, name, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["--redirects", "3", "--log-dir", str(tmp_path), "-m", "mindspeed_chunk.standalone", *bad[name][0]]
+    command = [*torchrun(2), "--redirects", "3", "--log-dir", str(tmp_path), "-m", "mindspeed_chunk.standalone"]
+    command += bad[name][0]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     told = [path.read_text() for path in tmp_path.rglob("stderr.log")]

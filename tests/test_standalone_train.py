@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from launcher import run_ranks
+from launcher import run_ranks, torchrun
 from mindspeed_chunk.standalone.prepare import prepare
 from standalone_ranks import MODEL, YAML, curves, read
 
@@ -96,8 +96,7 @@ def test_bf16(runs):
 def launch(tmp_path, *overrides, nproc=None):
     """Run the command line; returns (stdout, metrics)."""
     metrics = tmp_path / "deep" / "metrics.jsonl"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
-    command = [sys.executable, *torchrun, "-m", "mindspeed_chunk.standalone", YAML, MODEL]
+    command = [*(torchrun(nproc) if nproc else [sys.executable]), "-m", "mindspeed_chunk.standalone", YAML, MODEL]
     done = subprocess.run(
         [*command, *SMALL, f"standalone.metrics_path={metrics}", *overrides],
         capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},

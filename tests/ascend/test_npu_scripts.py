@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from launcher import run_ranks
+from launcher import run_ranks, torchrun
 
 CI = Path(__file__).parents[2] / "ci"
 
@@ -25,8 +25,8 @@ def test_without_an_npu_it_says_why_it_does_nothing(tmp_path):
 
 
 def test_rows_that_arrive_are_told_of_in_a_table_and_a_record(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(*torchrun, str(CI / "wire_check.py"), "--device", "cpu", "--out", str(tmp_path), OMP_NUM_THREADS="1")
+    script = (str(CI / "wire_check.py"), "--device", "cpu", "--out", str(tmp_path))
+    done = run(*torchrun(2), *script, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "all-to-all over gloo, 2 ranks, there and back: every row arrived" in done.stdout
     record = json.loads((tmp_path / "wire.json").read_text())

@@ -7,12 +7,18 @@ and come together from all folders.
 
 import json
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import yaml
+
+from launcher import NOT_HANDED_ON, POLL_S, Fresh, zygotes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -37,6 +43,11 @@ PADDING = ("master", "newest")
 # what a flavour calls its plain dispatcher
 PLAIN = {"26.0": "fused", "26.1": "alltoall", "master": "alltoall", "newest": "alltoall"}
 PACKAGE = "mindspeed_mm.fsdp.distributed.expert_parallel"
+
+# what a fork gets in other ways, or reads late
+NOT_COMPARED = dict.fromkeys(("PYTHONPATH", "WORLD_SIZE", NOT_HANDED_ON))
+# what every trainer imports, beside torch itself
+THIRD_PARTY = ("pydantic", "yaml", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 # sizes all differ, so that nothing fits by chance
 SIZES = {
@@ -104,39 +115,65 @@ def environment(flavour, *before, **extra):
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, **extra):
+def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, fork=False, **extra):
     """Run the trainer's script on each rank as torchrun does; return the finished processes in rank order.
 
     through: arguments of the interpreter in front of the script, as `("-m", "mindspeed_chunk.launch")`.
+    fork: ranks may be forks of a process that has imported torch, and with it the plugin, but nothing of the host. They
+        are, unless the environment has something in it that such a process would have read.
     extra: additions to the environment.
     """
-    script = find(flavour, "mindspeed_mm.fsdp.train.trainer", *before)
-    command = [sys.executable, *through, str(script), str(config), *arguments]
+    script = str(find(flavour, "mindspeed_mm.fsdp.train.trainer", *before))
+    words = [script, str(config), *arguments]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    fork = fork and environment(flavour, **extra) | NOT_COMPARED == zygotes()[0].environment | NOT_COMPARED
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, open(os.devnull) as nothing:
+        outputs = [[Path(folder, f"{rank}.{which}") for which in ("stdout", "stderr")] for rank in range(ranks)]
+        started, codes = [], []
+        try:
+            for rank, (out, err) in enumerate(outputs):
+                place = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} | extra
+                with open(out, "wb") as stdout, open(err, "wb") as stderr:
+                    streams = {"stdin": nothing, "stdout": stdout, "stderr": stderr}
+                    if fork:
+                        started.append(_fork(rank, words, [*before, *folders(flavour)], place, streams.values()))
+                    else:
+                        variables, command = environment(flavour, *before, **place), [sys.executable, *through, *words]
+                        started.append(Fresh(command, env=variables, start_new_session=True, **streams))
+            _wait(started, timeout)
+        finally:
+            for process in started:
+                os.killpg(process.pid, signal.SIGKILL)
+                codes.append(process.reap())
+        texts = [[path.read_text() for path in paths] for paths in outputs]
+    return [subprocess.CompletedProcess(words, *told) for told in zip(codes, *zip(*texts), strict=True)]
+
+
+def _fork(rank, words, path, variables, streams):
+    call, descriptors = [__name__, run_script.__name__, [words]], [stream.fileno() for stream in streams]
+    return zygotes()[rank % 2].fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
+
+
+def _wait(processes, timeout):
+    end = time.monotonic() + timeout
+    while not all(process.ended() for process in processes):
+        if time.monotonic() > end:
+            raise TimeoutError(f"still running after {timeout} s")
+        time.sleep(POLL_S)
+
+
+def run_script(words):
+    """What an interpreter does with a script and its arguments."""
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))
     try:
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            process = subprocess.Popen(
-                command,
-                env=environment(flavour, *before, **place | extra),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            started.append(process)
-        outputs = [process.communicate(timeout=timeout) for process in started]
+        runpy.run_path(words[0], run_name="__main__")
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return [
-        subprocess.CompletedProcess(command, process.returncode, *output) for process, output in zip(started, outputs)
-    ]
+        # An interpreter takes some time to end, too; a rank that is gone at once may be missed by one that still joins.
+        if sys.exc_info()[0] and sys.modules["torch"].distributed.is_initialized():
+            time.sleep(0.5)
 
 
 def run_code(flavour, code, *before, timeout=60, **extra):
@@ -151,6 +188,46 @@ def run_code(flavour, code, *before, timeout=60, **extra):
     )
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return answer
+
+
+READ = """
+import json, os, sys
+from mindspeed_chunk.patches import install
+install()
+
+def read(path, environment):
+    sys.argv = ["trainer.py", path]
+    os.environ.update(environment)
+    try:
+        if FLAVOUR == "26.0":
+            from mindspeed_mm.fsdp.params import argument
+            argument.parse_args(argument.Arguments)
+        else:
+            from mindspeed_mm.config.config_manager import ConfigManager
+            ConfigManager().load_and_parse()
+    except SystemExit as end:
+        return str(end.code)
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+told = {name: read(path, environment) for name, (path, environment) in CASES.items()}
+import torch
+assert not torch.distributed.is_initialized()
+print("told", json.dumps(told))
+"""
+
+
+def read_configs(flavour, cases, timeout):
+    """Read each of `cases` {name: (yaml, additions to the environment)} in one fresh process, as a trainer does first.
+
+    Returns {name: with what it ended, None if it did not} and the lines of stderr.
+    """
+    answer = run_code(flavour, f"FLAVOUR, CASES = {flavour!r}, {cases!r}\n{READ}", timeout=timeout)
+    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]
+    return json.loads(line.removeprefix("told ")), answer.stderr.splitlines()
 
 
 def losses(finished):

@@ -1,0 +1,167 @@
+"""A process that has torch imported and forks on request: a rank then costs milliseconds, and not an import of torch.
+
+It also imports what the ranks' functions need, each module once. It never has a second thread and runs nothing but
+imports, so that a fork of it is as good as a fresh process with the same environment.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+
+# What torch imports late: with the first deterministic algorithm (2.13), or the first checkpoint (2.7).
+LATE_IMPORTS = ("torch._dynamo", "torch._inductor.config")
+BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import zygote; zygote.main()"
+MESSAGE_BYTES = 1 << 17
+FORK, ENDED, REAP = "fork", "ended", "reap"
+
+
+class Zygote:
+    """The parent's view of one. It ends with the parent, whose end closes the connection."""
+
+    def __init__(self, environment):
+        self.environment = environment
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, json.dumps(absolute_path())],
+                env=environment,
+                stdin=theirs,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        atexit.register(self._close)
+
+    def fork(self, call, variables, descriptors, imports=(), path=()):
+        """A process that calls `call`: [module, function, arguments], and leads a process group of its own.
+
+        variables: added to its environment.
+        descriptors: its stdin, stdout and stderr.
+        imports: modules that the zygote imports first, if it has not.
+        path: in front of this process's `sys.path`.
+        """
+        job = {"call": call, "variables": variables, "imports": imports, "folder": os.getcwd()}
+        return Forked(self, self._ask(FORK, {**job, "path": [*path, *absolute_path()]}, *descriptors))
+
+    def _ask(self, what, about, *descriptors):
+        try:
+            socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
+            answer = self._connection.recv(MESSAGE_BYTES)
+        except ConnectionError:
+            answer = None
+        if not answer:
+            raise RuntimeError(f"the zygote has ended with exit code {self._process.wait()}")
+        answer = json.loads(answer)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+    def _close(self):
+        self._connection.close()
+        self._process.wait()
+
+
+class Forked:
+    """A child of a zygote."""
+
+    def __init__(self, zygote, pid):
+        self._zygote = zygote
+        self.pid = pid
+
+    def ended(self):
+        """Whether it has; it stays unreaped, so that its group id cannot be anybody else's."""
+        return self._zygote._ask(ENDED, self.pid)
+
+    def reap(self):
+        """Wait for its end; the exit code, as in `subprocess`."""
+        return self._zygote._ask(REAP, self.pid)
+
+
+def absolute_path():
+    """`sys.path`, for a process in any folder."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def main():
+    """The life of a zygote; a child leaves `_serve` with what it is to call."""
+    for module in LATE_IMPORTS:
+        importlib.import_module(module)
+    call = _serve(socket.socket(fileno=0))
+    _end(0 if call is None else _run(*call))
+
+
+def _run(module, function, arguments):
+    """The exit code of a program that calls the function."""
+    try:
+        getattr(importlib.import_module(module), function)(*arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    else:
+        return 0
+    return 1
+
+
+def _end(code):
+    """As children of `multiprocessing` do: to take down all modules, with torch among them, takes a second."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(connection):
+    """Answer until the parent is gone; in a child, return what it is to call."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        if not message:
+            return None
+        what, about = json.loads(message)
+        if what == FORK:
+            answer = _fork(about)
+            if answer == 0:
+                return _become(about, connection, *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif what == ENDED:
+            answer = os.waitid(os.P_PID, about, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(about, 0)[1])
+        connection.send(json.dumps(answer).encode())
+
+
+def _fork(job):
+    """The child's id, 0 in the child, or as text why there is none."""
+    sys.path[:] = job["path"]
+    os.chdir(job["folder"])
+    for module in job["imports"]:
+        try:
+            importlib.import_module(module)
+        except Exception:  # the child tries again, and tells
+            continue
+    if len(os.listdir("/proc/self/task")) > 1:
+        return f"after the import of {', '.join(job['imports'])} there are threads, so that nothing can be forked"
+    child = os.fork()
+    # in both processes: neither may run ahead of it
+    os.setpgid(child, 0)
+    return child
+
+
+def _become(job, connection, *descriptors):
+    connection.detach()
+    for own, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, own)
+        os.close(descriptor)
+    os.environ.update(job["variables"])
+    importlib.import_module("torch").default_generator.seed()  # a process's own, as Python's is after a fork
+    return job["call"]
