@@ -11,31 +11,28 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import settings
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once, rebind, signature_of
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, log_once, signature_of
 
 APPLIER = "mindspeed_mm.fsdp.features.apply_features"
 _NAME = "apply_chunkmbs_module"
 _PARAMETERS = ("chunk_mbs_modules", "chunkmbs_cfg")
 _MARK = "_mindspeed_chunk_mbs"
 
-_module: Any = None
-_original = None
+_SEAM = Seam(_NAME, importers=(APPLIER,))
 
 
 def check(module: ModuleType) -> Undo:
     """Look at the signature and remember the module; nothing is changed yet."""
-    global _module
     original = getattr(module, _NAME)
     if tuple(inspect.signature(original).parameters) != _PARAMETERS:
         raise Drifted(f"{_NAME}{signature_of(original)}")
-    _module = module
-    return _take_back
+    return _SEAM.found(module)
 
 
 def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
@@ -47,20 +44,18 @@ def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
     Raises:
         ConfigError: if the host would not come to us.
     """
-    global _original
-    if _original is not None:
-        _take_back_function()
-    original = _original = getattr(_module, _NAME)
 
-    @functools.wraps(original)
-    def apply_chunkmbs_module(chunk_mbs_modules, chunkmbs_cfg):
-        config = ChunkMBSConfig.from_mapping(settings.plan_mapping(chunkmbs_cfg))
-        wrap(chunk_mbs_modules, config, batch_sizes, inner)
+    def ours(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def apply_chunkmbs_module(chunk_mbs_modules, chunkmbs_cfg):
+            config = ChunkMBSConfig.from_mapping(settings.plan_mapping(chunkmbs_cfg))
+            wrap(chunk_mbs_modules, config, batch_sizes, inner)
 
-    setattr(_module, _NAME, apply_chunkmbs_module)
-    rebind(_NAME, original, apply_chunkmbs_module, (APPLIER,))
-    if getattr(sys.modules.get(APPLIER), _NAME, None) is not apply_chunkmbs_module:
-        _take_back_function()
+        return apply_chunkmbs_module
+
+    _SEAM.replace(ours)
+    if getattr(sys.modules.get(APPLIER), _NAME, None) is not getattr(_SEAM.owner, _NAME):
+        _SEAM.restore()
         raise ConfigError(
             f"features.enable_chunk_mbs: True: {PATCH.name} ({PATCH.module}.{PATCH.target}): drifted: expected "
             f"{APPLIER} to call it by this name, found another way; {settings.CHUNK_MBS}=host runs the host's own"
@@ -102,20 +97,6 @@ def wrap(
         setattr(module.forward, _MARK, True)
     if modules:
         log_once(logging.INFO, f"mindspeed_chunk: ChunkMBS is on, for {len(modules)} modules: {config}")
-
-
-def _take_back_function() -> None:
-    global _original
-    rebind(_NAME, getattr(_module, _NAME), _original, (APPLIER,))
-    setattr(_module, _NAME, _original)
-    _original = None
-
-
-def _take_back() -> None:
-    global _module
-    if _original is not None:
-        _take_back_function()
-    _module = None
 
 
 PATCH = Patch(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo, rebind, signature_of
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, signature_of
 
 _FIRST = (
     "num_experts",
@@ -32,43 +32,33 @@ _OPTIONAL = {
     "activation",
 }
 # these bind the function when they are imported
-_IMPORTERS = ("mindspeed_mm.mcore.models.qwen3_5.modules",)
+_SEAM = Seam("ep_forward", importers=("mindspeed_mm.mcore.models.qwen3_5.modules",))
 
 _dispatchers: dict[Any, Callable] = {}
-_module: Any = None
-_original: Callable | None = None
 
 
 def check(module: ModuleType) -> Undo:
     """Look at the signature and remember the module; nothing is changed yet."""
-    global _module
     names = tuple(inspect.signature(module.ep_forward).parameters)
     if names[: len(_FIRST)] != _FIRST or not set(names[len(_FIRST) :]) <= _OPTIONAL:
         raise Drifted(f"ep_forward{signature_of(module.ep_forward)}")
-    _module = module
+    _SEAM.found(module)
     return _take_back
 
 
 def use(group: Any, dispatcher: Callable) -> None:
     """From now on `ep_forward` calls with this group go to `dispatcher`, which takes the arguments by name."""
-    global _original
     _dispatchers[group] = dispatcher
-    if _original is None:
-        _original = _module.ep_forward
-        _module.ep_forward = _routed(_module, _original)
-        rebind("ep_forward", _original, _module.ep_forward, _IMPORTERS)
+    if not _SEAM.replaced:
+        _SEAM.replace(_routed)
 
 
 def _take_back() -> None:
-    global _module, _original
-    if _original is not None:
-        rebind("ep_forward", _module.ep_forward, _original, _IMPORTERS)
-        _module.ep_forward = _original
+    _SEAM.forget()
     _dispatchers.clear()
-    _module = _original = None
 
 
-def _routed(module: ModuleType, original: Callable) -> Callable:
+def _routed(original: Callable) -> Callable:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -80,7 +70,7 @@ def _routed(module: ModuleType, original: Callable) -> Callable:
             return original(*args, **kwargs, **({} if activation is None else {"activation_fn": activation}))
         if activation is not None:
             named["activation"] = activation
-        return dispatcher(**translate(module, named))
+        return dispatcher(**translate(_SEAM.owner, named))
 
     return ep_forward
 

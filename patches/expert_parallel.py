@@ -6,21 +6,27 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches import config_name, ep_dispatcher, recompute, settings
-from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Undo, log_once, rebind, signature_of
+from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Seam, Undo, log_once, signature_of
 
-_IMPORTERS = ("mindspeed_mm.fsdp.distributed.torch_parallelize",)
+_SEAM = Seam("expert_parallelize_modules", importers=("mindspeed_mm.fsdp.distributed.torch_parallelize",))
 
 
 def apply(module: Any) -> Undo:
     original = module.expert_parallelize_modules
     if tuple(inspect.signature(original).parameters) != ("modules", "ep_mesh", "plan"):
         raise Drifted(f"expert_parallelize_modules{signature_of(original)}")
+    undo = _SEAM.found(module)
+    _SEAM.replace(_bound)
+    return undo
 
+
+def _bound(original: Callable) -> Callable:
     @functools.wraps(original)
     def expert_parallelize_modules(modules, ep_mesh, plan):
         if plan.dispatcher != NAME:
@@ -30,14 +36,7 @@ def apply(module: Any) -> Undo:
             return original(modules, ep_mesh, plan)
         return original(modules, ep_mesh, _bind(modules, ep_mesh.get_group(), plan))
 
-    module.expert_parallelize_modules = expert_parallelize_modules
-    rebind("expert_parallelize_modules", original, expert_parallelize_modules, _IMPORTERS)
-
-    def undo() -> None:
-        module.expert_parallelize_modules = original
-        rebind("expert_parallelize_modules", expert_parallelize_modules, original, _IMPORTERS)
-
-    return undo
+    return expert_parallelize_modules
 
 
 def _bind(model, group, plan):

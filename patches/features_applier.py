@@ -4,59 +4,47 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import chunk_mbs
-from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo, signature_of
+from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Seam, Undo, signature_of
 
-_applier: Any = None
-_original = None
+_SEAM = Seam("__call__")
 
 
 def check(module: ModuleType) -> Undo:
     """Look at the class and remember it; nothing is changed yet."""
-    global _applier
     applier = module.FeaturesApplier
     if hasattr(applier, "apply_chunk_mbs"):
         raise NotNeeded("the host has a ChunkMBS of its own")
     call = applier.__call__
     if tuple(inspect.signature(call).parameters) != ("self", "model") or not hasattr(applier, "get_needed_modules"):
         raise Drifted(f"FeaturesApplier.__call__{signature_of(call)}")
-    _applier = applier
-    return _take_back
+    return _SEAM.found(applier)
 
 
 def use(config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
     """From now on the host's features end with ChunkMBS; for the arguments see `chunk_mbs.wrap`."""
-    global _original
-    if _original is None:
-        _original = _applier.__call__
-    original = _original
 
-    @functools.wraps(original)
-    def __call__(self, model):
-        original(self, model)
-        found = self.get_needed_modules(model, config.apply_modules)
-        if not found:
-            raise ConfigError.about(
-                "features.chunkmbs_plan.apply_modules",
-                list(config.apply_modules),
-                "no module of the model has such a name",
-                "correct it",
-            )
-        chunk_mbs.wrap(found, config, batch_sizes, inner)
+    def ending_with_ours(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __call__(self, model):
+            original(self, model)
+            found = self.get_needed_modules(model, config.apply_modules)
+            if not found:
+                raise ConfigError.about(
+                    "features.chunkmbs_plan.apply_modules",
+                    list(config.apply_modules),
+                    "no module of the model has such a name",
+                    "correct it",
+                )
+            chunk_mbs.wrap(found, config, batch_sizes, inner)
 
-    _applier.__call__ = __call__
+        return __call__
 
-
-def _take_back() -> None:
-    global _applier, _original
-    if _original is not None:
-        _applier.__call__ = _original
-    _applier = _original = None
+    _SEAM.replace(ending_with_ours)
 
 
 PATCH = Patch(

@@ -8,36 +8,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo
 
-_module: Any = None
-_original = None
+_SEAM = Seam("checkpoint")
 
 
 def check(module: ModuleType) -> Undo:
     """Look at what the module calls and remember it; nothing is changed yet."""
     from torch.utils.checkpoint import checkpoint
 
-    global _module
     if getattr(module, "checkpoint", None) is not checkpoint:
         raise Drifted("another checkpoint")
-    _module = module
-    return _take_back
+    return _SEAM.found(module)
 
 
 def use() -> None:
     """From now on the host's non-reentrant checkpoints replay plans."""
-    global _original
     with contextlib.suppress(ImportError):  # a host without it has nothing to replace
         importlib.import_module(PATCH.module)
-    if _module is None or _original is not None:
-        return
-    from mindspeed_chunk.moe.replay import replay_contexts
+    if _SEAM.owner is not None and not _SEAM.replaced:
+        _SEAM.replace(_replaying)
 
-    original = _original = _module.checkpoint
+
+def _replaying(original: Callable) -> Callable:
+    from mindspeed_chunk.moe.replay import replay_contexts
 
     @functools.wraps(original)
     def checkpoint(*args, use_reentrant=None, **kwargs):
@@ -45,14 +42,7 @@ def use() -> None:
             kwargs.setdefault("context_fn", replay_contexts)
         return original(*args, use_reentrant=use_reentrant, **kwargs)
 
-    _module.checkpoint = checkpoint
-
-
-def _take_back() -> None:
-    global _module, _original
-    if _original is not None:
-        _module.checkpoint = _original
-    _module = _original = None
+    return checkpoint
 
 
 PATCH = Patch(

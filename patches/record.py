@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger("mindspeed_chunk")
 
@@ -97,11 +98,48 @@ def signature_of(function: Callable) -> str:
     return f"({', '.join(inspect.signature(function).parameters)})"
 
 
-def rebind(attribute: str, old: object, new: object, modules: tuple[str, ...]) -> None:
-    """Where an already imported module bound `old` under `attribute` by `from ... import`, let it see `new`."""
-    import sys
+class Seam:
+    """A function of the host, and what stands in its place once a patch or a run asks for it.
 
-    for name in modules:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, attribute, None) is old:
-            setattr(module, attribute, new)
+    Attributes:
+        owner: the module or class that has it; None until it is found.
+        replaced: something of ours stands in its place.
+    """
+
+    def __init__(self, name: str, importers: tuple[str, ...] = ()) -> None:
+        """`importers`: modules that may have bound it by `from ... import` already."""
+        self.name, self._importers = name, importers
+        self.owner: Any = None
+        self._original: Any = None
+
+    @property
+    def replaced(self) -> bool:
+        return self._original is not None
+
+    def found(self, owner: object) -> Undo:
+        """Remember where it is; nothing is changed yet."""
+        self.owner = owner
+        return self.forget
+
+    def replace(self, make: Callable[[Callable], Callable]) -> None:
+        """Put `make(the host's own)` there, also where something of ours stands already."""
+        self.restore()
+        self._original = getattr(self.owner, self.name)
+        self._put(make(self._original))
+
+    def restore(self) -> None:
+        if self.replaced:
+            self._put(self._original)
+            self._original = None
+
+    def forget(self) -> None:
+        self.restore()
+        self.owner = None
+
+    def _put(self, function: Callable) -> None:
+        import sys
+
+        old = getattr(self.owner, self.name)
+        for module in (self.owner, *filter(None, map(sys.modules.get, self._importers))):
+            if getattr(module, self.name, None) is old:
+                setattr(module, self.name, function)

@@ -10,39 +10,36 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo, signature_of
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, signature_of
 
 _COUNTS = "EP_RANK_SEQ_LENS"
 # what is moved: the rows of this rank, or those of all ranks
 _FUNCTIONS = {"_gather_along_first_dim": True, "_reduce_scatter_along_first_dim": False}
-
-_module: Any = None
-_originals: dict[str, Callable] = {}
+_SEAMS = {name: Seam(name) for name in _FUNCTIONS}
 
 
 def check(module: ModuleType) -> Undo:
     """Look at the functions and remember the module; nothing is changed yet."""
-    global _module
     for name in _FUNCTIONS:
         function = getattr(module, name)
         _, *others = inspect.signature(function).parameters
         if others[:1] != ["ep_group"] or not hasattr(module, _COUNTS):
             raise Drifted(f"{name}{signature_of(function)}")
-    _module = module
+    for seam in _SEAMS.values():
+        seam.found(module)
     return _take_back
 
 
 def use() -> None:
     """From now on a call's own number of rows says which part of the noted ones there are."""
     for name, of_this_rank in _FUNCTIONS.items():
-        if name not in _originals:
-            original = _originals[name] = getattr(_module, name)
-            setattr(_module, name, _scaled(_module, original, of_this_rank))
+        seam = _SEAMS[name]
+        if not seam.replaced:
+            seam.replace(functools.partial(_scaled, seam.owner, of_this_rank))
 
 
-def _scaled(module: ModuleType, original: Callable, of_this_rank: bool) -> Callable:
+def _scaled(module: ModuleType, of_this_rank: bool, original: Callable) -> Callable:
     import torch.distributed as dist
 
     @functools.wraps(original)
@@ -62,11 +59,8 @@ def _scaled(module: ModuleType, original: Callable, of_this_rank: bool) -> Calla
 
 
 def _take_back() -> None:
-    global _module
-    for name, original in _originals.items():
-        setattr(_module, name, original)
-    _originals.clear()
-    _module = None
+    for seam in _SEAMS.values():
+        seam.forget()
 
 
 PATCH = Patch(
