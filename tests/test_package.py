@@ -103,6 +103,7 @@ def test_the_checkout_has_the_patches_in_the_package():
     assert (link / "__init__.py").samefile(ROOT / "patches" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_file_of_the_packages(tmp_path):
     pytest.importorskip("setuptools", minversion="70.1", reason="older ones need the package wheel to build one")
     source = tmp_path / "source"
