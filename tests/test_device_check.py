@@ -20,6 +20,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_tiny_sizes_on_a_cpu(tmp_path):
     done = run("--device", "cpu", "--out", tmp_path, "--repeats", 1)
     assert done.returncode == 0, done.stderr

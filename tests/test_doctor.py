@@ -233,6 +233,7 @@ def test_host_module_gone(host):
     assert any(f"no module {EP.replace('/', '.')}.expert_parallel" in reason for reason in report["reasons"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["import no_such_dependency", "raise SystemExit('sorry')"])
 def test_host_that_cannot_be_imported_is_unknown(host, fault):
     write(host, {"mindspeed_mm/fsdp/__init__.py": fault})
@@ -295,6 +296,7 @@ def test_home_without_the_package(tmp_path):
     assert f"MINDSPEED_MM_HOME: {tmp_path}: has no folder mindspeed_mm" in report["notes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", host_lookalike.FLAVOURS)
 def test_lookalikes(flavour):
     pytest.importorskip("pydantic")

@@ -46,7 +46,8 @@ def test_results_come_back_in_rank_order():
 
 
 # Ranks are forks of a zygote, or, with an environment of their own, fresh processes.
-ROADS = pytest.mark.parametrize("env", [None, {"FRESH": "yes"}], ids=["forks", "fresh"])
+FRESH = pytest.param({"FRESH": "yes"}, id="fresh", marks=pytest.mark.slow)
+ROADS = pytest.mark.parametrize("env", [pytest.param(None, id="forks"), FRESH])
 
 
 def test_forks_have_the_surroundings_of_fresh_processes():
@@ -83,6 +84,7 @@ def test_exit_code_and_output_of_a_fork(tmp_path):
     assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
 
 
+@pytest.mark.slow
 def test_why_a_zygote_cannot_fork_is_told(tmp_path, monkeypatch):
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     (tmp_path / "threaded.py").write_text(code)

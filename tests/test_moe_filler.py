@@ -80,7 +80,7 @@ def compare(rank, world_size, cases):
     return errors
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_filler_changes_no_number(ranks):
     for errors in run_ranks(compare, ranks, CASES):
         assert len(errors) == 2 * len(CASES) and max(errors) <= 1e-14

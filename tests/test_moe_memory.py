@@ -147,6 +147,7 @@ def run_steps(rank, world_size, keep, blockwise):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, blockwise", [("activations", True), ("rows", True), ("input", False)])
 def test_memory_is_flat_over_50_steps(keep, blockwise):
     """A leak of what a step saves, or of a send buffer of it, would be 40 or 10 units."""

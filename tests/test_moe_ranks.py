@@ -63,7 +63,7 @@ def check_all(rank, world_size, cases):
     return [max(check(case, rank, world_size, dist.group.WORLD).values()) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_matches_the_reference(ranks):
     run_ranks(check_all, ranks, cases(), timeout=300)
 

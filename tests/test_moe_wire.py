@@ -222,7 +222,7 @@ def in_pieces(rank, world_size, cases):
     return counted
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_large_messages_over_gloo_go_in_pieces_as_many_on_every_rank(ranks):
     cases = [
         Case(chunks=2),

@@ -255,6 +255,7 @@ if FLAVOUR != "26.0":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_replaced_when_asked_for_taken_back_and_applied_twice(tmp_path, flavour):
     on = configured(tmp_path / "on", flavour)

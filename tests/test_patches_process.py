@@ -75,6 +75,7 @@ remove()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_host_imported_first_patches_set_twice_and_taken_back(flavour):
     run_code(

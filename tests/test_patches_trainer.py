@@ -69,7 +69,9 @@ def hide(folder):
     return folder / "hidden"
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(
+    "flavour", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("26") else name for name in FLAVOURS]
+)
 def test_chunkmoe_in_the_yaml_trains_to_the_same_losses(folder, plain, flavour):
     chunked, told = losses(chunked_run(folder, flavour))
     assert told["ran"] == [], "the host's own dispatcher was not to run"
@@ -83,6 +85,7 @@ def test_alltoall_in_the_yaml_runs_nothing_of_ours(plain):
     assert plain[1] == {"ran": ["alltoall"], "stack": [], "offloaded": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["uninstalled", "disabled"])
 def test_alltoall_is_bit_equal_without_the_plugin(folder, plain, without):
     if without == "uninstalled":
@@ -91,6 +94,7 @@ def test_alltoall_is_bit_equal_without_the_plugin(folder, plain, without):
         assert start(folder, "master", {"dispatcher": "alltoall"}, MINDSPEED_CHUNK_DISABLE="1") == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["uninstalled", "disabled", "no autoload", "disabled, launched"])
 def test_chunkmoe_without_the_plugin_is_the_hosts_own_error(folder, without):
     options = {

@@ -22,7 +22,7 @@ def sharding(ranks, ep):
     return Sharding(ranks, ep, modules, expert_dim=0, train_vision=False)
 
 
-@pytest.mark.parametrize("ranks, ep", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("ranks, ep", [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_state_is_the_sharded_models_to_the_byte(ranks, ep):
     measured = run_ranks(planner_ranks.state, ranks, [f"parallel.expert_parallel_size={ep}"])
     predicted = [list(state_bytes(TINY, sharding(ranks, ep), FP32, rank)) for rank in range(ranks)]
@@ -49,6 +49,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step_are_those_counted():
     """4 ranks, EP 2. FSDP2's gathers and reductions, in calls and bytes; all-to-alls, from the routed rows.
 

@@ -104,7 +104,7 @@ def test_every_user_error_is_one_line_on_every_rank(bad):
                 assert part in stderr, (name, stderr)
 
 
-@pytest.mark.parametrize("name", ["missing yaml", "pattern fsdp"])
+@pytest.mark.parametrize("name", ["missing yaml", pytest.param("pattern fsdp", marks=pytest.mark.slow)])
 def test_torchrun_ends_soon_and_the_line_comes_once(bad, name, tmp_path):
     command = [*torchrun(2), "--redirects", "3", "--log-dir", str(tmp_path), "-m", "mindspeed_chunk.standalone"]
     command += bad[name][0]

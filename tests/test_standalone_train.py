@@ -62,6 +62,7 @@ def test_dispatchers_agree(runs, name):
     assert_close(runs[name], runs["alltoall"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_four_ranks_two_of_them_with_the_same_experts():
     four = train(4, ["alltoall", "chunkmoe", "again"])
     assert_close(four["chunkmoe"], four["alltoall"], rel=1e-5)

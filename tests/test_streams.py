@@ -208,6 +208,7 @@ def test_the_offload_waits_for_its_copies(recompute, drop):
     assert told is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OFFLOAD_SABOTAGE)
 def test_every_wait_of_the_offload_is_needed(what):
     patch, expected = OFFLOAD_SABOTAGE[what]

@@ -135,6 +135,7 @@ def importable(name):
     return True
 
 
+@pytest.mark.slow
 def test_overhead_command(tmp_path):
     record = tmp_path / "record.json"
     answer = bench("--overhead", "--forward-only", "--repeats", "3", "--json", str(record))
@@ -184,6 +185,7 @@ def test_link_without_root_is_refused_with_what_it_needs(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_hidden_share_on_a_limited_link(tmp_path):
     try:
         with link.limited_link("1gbit"):

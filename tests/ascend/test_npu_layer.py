@@ -47,7 +47,14 @@ def compare(rank, world_size, folder, cases):
     return differing, rig.called
 
 
-@pytest.mark.parametrize("ranks, share", [(1, slice(0, None, 3)), (2, slice(1, None, 3)), (4, slice(2, None, 6))])
+@pytest.mark.parametrize(
+    "ranks, share",
+    [
+        (1, slice(0, None, 3)),
+        (2, slice(1, None, 3)),
+        pytest.param(4, slice(2, None, 6), marks=pytest.mark.slow),
+    ],
+)
 def test_results_are_those_of_the_cpu_back_end(wheel_folder, ranks, share):
     everywhere = Case(routing="balanced", tokens=(16,), dtype=torch.bfloat16)  # rows from every rank for every expert
     for differing, called in run_ranks(compare, ranks, wheel_folder, [*cases()[share], everywhere], timeout=200):
