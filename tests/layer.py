@@ -154,6 +154,10 @@ class Layer:
             activation=self.activation,
         )
 
+    def behind(self, out: torch.Tensor) -> torch.Tensor:
+        """What stands behind the layer in its block, on the reference's road; a subclass's `call` must do the same."""
+        return out
+
     def reference(self, group=None) -> dict[str, torch.Tensor]:
         """The reference's, over all ranks' tokens; bf16 cases are computed in fp32."""
         wide = torch.float32 if self.case.dtype == torch.bfloat16 else self.case.dtype
@@ -171,8 +175,10 @@ class Layer:
             activation = self.activation
         weight = leaves["weight"].gather(1, self.index) if self.case.dense_weights else leaves["weight"]
         pad = None if self.mask is None else self.mask == 0
-        out = moe_reference(
-            leaves["x"], self.index, weight, leaves["fc1"], leaves["fc2"], activation=activation, pad_T=pad
+        out = self.behind(
+            moe_reference(
+                leaves["x"], self.index, weight, leaves["fc1"], leaves["fc2"], activation=activation, pad_T=pad
+            )
         )
         if out.requires_grad:
             out.backward(self.grad.to(out.dtype))
@@ -190,8 +196,11 @@ class Layer:
         return results
 
 
-def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference of each result, relative to the largest expected value; NaN counts as infinite."""
+def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 1e-3) -> dict[str, float]:
+    """The largest difference of each result, relative to the largest expected value; NaN counts as infinite.
+
+    least: where nothing larger is expected, differences are relative to this.
+    """
     assert got.keys() == want.keys(), (got.keys(), want.keys())
     told = {}
     for name, expected in want.items():
@@ -200,7 +209,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
         if expected.numel() == 0:
             told[name] = 0.0
             continue
-        scale = expected.abs().max().clamp_min(1e-3).to(torch.float64)
+        scale = expected.abs().max().clamp_min(least).to(torch.float64)
         told[name] = (
             ((got[name].to(torch.float64) - expected.to(torch.float64)).abs().max() / scale)
             .nan_to_num(float("inf"))
@@ -212,12 +221,22 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
 def check(case: Case, rank: int = 0, ranks: int = 1, group=None, dispatcher=None) -> dict[str, float]:
     """Compare Chunk MoE, or `dispatcher`, with the reference; raise where they differ by more than the dtype allows."""
     layer = Layer(case, rank, ranks)
+    errors = compare(layer, *both(layer, dispatcher, group))
+    assert max(errors.values()) <= TOLERANCE[case.dtype], f"{case}: {errors}"
+    return errors
+
+
+def both(layer: Layer, dispatcher=None, group=None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results of the fast path and of the reference: all collectives of a comparison."""
     fast = layer.fast(dispatcher, group)
     if "activation" in fast and group is not None:
         dist.all_reduce(fast["activation"], group=group)  # a rank's share comes from the rows at its own experts
-    errors = distance(fast, layer.reference(group))
-    worst = max(errors.values())
-    assert worst <= TOLERANCE[case.dtype], f"{case}: {errors}"
+    return fast, layer.reference(group)
+
+
+def compare(layer: Layer, fast: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 1e-3):
+    """Distances of the results; raise where a dtype is wrong."""
+    case, errors = layer.case, distance(fast, want, least)
     assert fast["out"].dtype == (layer.x if case.padded else layer.weight).dtype
     for name in ("x", "weight"):
         if name in fast:
