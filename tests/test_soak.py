@@ -1,4 +1,4 @@
-"""The long runs of `tests/soak`, short: that they still run, what they compute, and that they fail where they should."""
+"""The long runs of `tests/soak`, short: they still run, they compute what they say, and they fail where they should."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_a_leak_is_told_from_noise():
 
 
 def told_by_a_rank(**change):
-    """What `judge` is handed, with one thing changed."""
+    """What `judge` is handed, with some of it changed."""
     memory = [(step, 10**9, 10**6) for step in range(0, 100, 10)]
     probe = {"step": 0, "loss": 1e-8, "routers": 1e-7, "experts": 1e-7, "others": 1e-7, "parted": 0}
     told = {name: {"losses": [5.0] * 100, "memory": memory} for name in ("chunked", "alltoall", "control")}

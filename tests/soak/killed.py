@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from mindspeed_chunk import observe
 from mindspeed_chunk.observe import Event
-from soak.trained import CHUNKED
+from soak.trained import CHUNKED, NUM_CHUNKS
 from standalone_ranks import trainer
 
 STEPS = 4
-LAST = 3  # the last of the four chunks
+LAST = NUM_CHUNKS - 1
 
 # moment: (part of the step, kind and name of the event that it follows; for micro-chunks the index)
 MOMENTS = {
@@ -60,8 +60,8 @@ class Killer(list):
 
 
 def train_until_killed(rank: int, world_size: int, folder: str, moment: str, culprit: int) -> None:
-    """The culprit leaves the time of its end, `time.monotonic()`, in a file of the folder."""
-    this, step = trainer(*CHUNKED), 0
+    """The culprit leaves the time of its end, `time.monotonic()`, in a file of the folder, which holds the model."""
+    this, step = trainer(*CHUNKED, f"model.model_name_or_path={folder}"), 0
     if rank == culprit:
         # torch.distributed's own context would copy the events; here the listener itself acts
         observe._listeners.append(Killer(moment, lambda: step == 1, Path(folder) / "killed"))

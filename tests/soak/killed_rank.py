@@ -23,6 +23,7 @@ from pathlib import Path
 from launcher import Outcome, run_ranks
 from mindspeed_chunk.tools.environment import versions
 from soak.killed import MOMENTS, train_until_killed
+from soak.trained import write_model
 from soak.watched import Watched
 
 COMMAND = "PYTHONPATH=tests python -m soak.killed_rank"
@@ -49,6 +50,7 @@ def kill(moment: str, how: str, ranks: int, culprit: int, timeout: float, grace:
     fate = Fate(moment, how)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, Watched() as watched:
         last_words = Path(folder) / "killed"
+        write_model(Path(folder))
         run = _alone if how == ALONE else _torchrun
         run(fate, watched, folder, ranks, culprit, timeout, grace)
         fate.processes = len(watched.pids)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python -m soak.train --steps 2000 --out outputs/soak.json
 
-Three runs of the tiny example with the same data and the same skew: both features with recompute and offload; the plain
-`alltoall` without any of them; and a control, `alltoall` from weights that are one rounding away. In fp32 curves of
-equal runs part ways once a router's near tie falls the other way, so the curves alone cannot tell a mistake from
-rounding. What is checked:
+Three runs of a tiny model with the same data and the same skew: both features with recompute and offload; the plain
+`alltoall` without any of them; and a control, `alltoall` with noise of the size of rounding on its gradients. In fp32
+curves of equal runs part ways once a router's near tie falls the other way, so the curves alone cannot tell a mistake
+from rounding. What is checked:
 
 * *from the same weights*, every few steps of the `alltoall` run: loss and gradients of both features there against
   those of `alltoall`, to rounding. Probes where a near tie fell the other way are counted, and few;
@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -29,7 +30,7 @@ from statistics import fmean
 
 from launcher import run_ranks
 from mindspeed_chunk.tools.environment import versions
-from soak.trained import KINDS, Plan, soak
+from soak.trained import KINDS, Plan, soak, write_model
 
 # relative, fp32: loss and norm of the gradients' difference, from the same weights
 BOUND_LOSS = 1e-5
@@ -146,8 +147,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the record")
     options = parser.parse_args(argv)
     start = time.monotonic()
-    plan = Plan(options.steps, options.probe, options.sample, options.seed)
-    told = run_ranks(soak, options.ranks, plan, timeout=120 + SECONDS_A_STEP * options.steps, fill_nan=False)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        plan = Plan(write_model(Path(folder)), options.steps, options.probe, options.sample, options.seed)
+        timeout = 120 + SECONDS_A_STEP * options.steps
+        told = run_ranks(soak, options.ranks, plan, timeout=timeout, fill_nan=False)
     record = judge(told, options.window)
     seconds = time.monotonic() - start
     report(record)

@@ -8,29 +8,33 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import json
 import os
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
-from standalone_ranks import trainer
+from standalone_ranks import EXAMPLE, trainer
 
-LINEAR_SIZES = (
+LAYERS = ("full_attention",) * 2
+# of the noise on each element of the control's gradients, relative to it: about what is seen from the same weights
+ROUNDING = 2.0**-22
+SIZES = (
     "data.dataset_param.basic_parameters.cutoff_len=32",
     "training.micro_batch_size=4",
 )
+NUM_CHUNKS = 3
 CHUNKED = (
-    *LINEAR_SIZES,
-    "parallel.ep_plan.moe_num_chunks=4",
+    *SIZES,
+    f"parallel.ep_plan.moe_num_chunks={NUM_CHUNKS}",
     "features.enable_chunk_mbs=true",
     "features.chunkmbs_plan.chunk_mbs=2",
     "features.enable_activation_offload=true",
 )
 PLAIN = (
-    *LINEAR_SIZES,
+    *SIZES,
     "parallel.ep_plan.dispatcher=alltoall",
     "parallel.ep_plan.moe_num_chunks=0",
     "features.recompute=false",
@@ -43,12 +47,21 @@ STRENGTHS = (0.0, 0.3, 1.0, 10.0)
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """steps: of each run. probe: steps from one comparison from the same weights to the next. sample: from one look at
-    the memory to the next. seed: of the skew and of the rounding of the control run."""
+    the memory to the next. seed: of the skew and of the control's noise. model: its folder."""
 
+    model: str
     steps: int
     probe: int
     sample: int
     seed: int
+
+
+def write_model(folder: Path) -> str:
+    """The example's model with two layers of the fast kind, for the sake of time. Returns its folder."""
+    config = json.loads((EXAMPLE / "tiny" / "config.json").read_text(encoding="utf-8"))
+    config["text_config"] |= {"layer_types": LAYERS, "num_hidden_layers": len(LAYERS)}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
 
 
 class Skew:
@@ -58,6 +71,8 @@ class Skew:
     """
 
     def __init__(self, model: torch.nn.Module, seed: int) -> None:
+        from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter  # seconds
+
         self._seed, self._biases = seed, []
         self._routers = [module for module in model.modules() if isinstance(module, Qwen3_5MoeTopKRouter)]
         self.chosen: list[list[torch.Tensor]] = []
@@ -115,7 +130,7 @@ class Run:
     """A trainer with its skew."""
 
     def __init__(self, overrides: tuple[str, ...], plan: Plan) -> None:
-        self.plan, self.trainer = plan, trainer(*overrides)
+        self.plan, self.trainer = plan, trainer(*overrides, f"model.model_name_or_path={plan.model}")
         self.skew = Skew(self.trainer.model, plan.seed)
         self.kinds = [_kind(name) for name, p in self.trainer.model.named_parameters() if p.requires_grad]
 
@@ -138,6 +153,16 @@ class Run:
         shards = [parameter.grad.to_local().clone() for parameter in self.trainer.parameters]
         self.trainer.optimizer.zero_grad()
         return losses["loss"], shards
+
+    def round_gradients(self, generator: torch.Generator) -> None:
+        """From now on, in front of each optimizer step, add to this rank's gradients what rounding might."""
+
+        def add_noise(*_):
+            for parameter in self.trainer.parameters:
+                shard = parameter.grad.to_local()
+                shard.mul_(1 + ROUNDING * torch.randn(shard.shape, generator=generator))
+
+        self.trainer.optimizer.register_step_pre_hook(add_noise)
 
     def shards(self) -> list[torch.Tensor]:
         """This rank's shards of the weights themselves."""
@@ -185,8 +210,8 @@ def soak(rank: int, world_size: int, plan: Plan) -> dict:
     """Every run of `train.py`, one after the other in this process, the one that is looked at most closely first.
 
     Returns:
-        "chunked" and "alltoall": losses and memory. "control": losses of `alltoall` whose weights started one rounding
-        away. "probes": see `Probe`.
+        "chunked", "alltoall", and "control", which is `alltoall` with noise of the size of rounding on its gradients:
+        losses and memory. "probes": see `Probe`.
     """
     chunked = Run(CHUNKED, plan)
     told = {"chunked": chunked.train()}
@@ -196,9 +221,6 @@ def soak(rank: int, world_size: int, plan: Plan) -> dict:
     told["probes"] = probe.results
     del probe, chunked, plain
     control = Run(PLAIN, plan)
-    generator = torch.Generator().manual_seed(plan.seed * world_size + rank)
-    for shard in control.shards():
-        sign = torch.randint(-1, 2, shard.shape, generator=generator)
-        shard.mul_(1 + sign * torch.finfo(shard.dtype).eps)
+    control.round_gradients(torch.Generator().manual_seed(plan.seed * world_size + rank))
     told["control"] = control.train()
     return told
