@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from mindspeed_chunk.moe.reference import moe_reference, swiglu
 # the reference, computed in fp32 from the same bf16 inputs, does not round between the matmuls: a few units in the last
 # place (2^-8) of each of the 4 to 6 rounded intermediates.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+NOTHING: Mapping[str, float] = MappingProxyType({})
 NAMES = ("out", "x", "weight", "fc1", "fc2", "activation")
 
 
@@ -196,10 +199,12 @@ class Layer:
         return results
 
 
-def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 1e-3) -> dict[str, float]:
+def distance(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: Mapping[str, float] = NOTHING
+) -> dict[str, float]:
     """The largest difference of each result, relative to the largest expected value; NaN counts as infinite.
 
-    least: where nothing larger is expected, differences are relative to this.
+    least: by name, what differences are relative to where nothing larger is expected; 1e-3 for names not in it.
     """
     assert got.keys() == want.keys(), (got.keys(), want.keys())
     told = {}
@@ -209,7 +214,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least:
         if expected.numel() == 0:
             told[name] = 0.0
             continue
-        scale = expected.abs().max().clamp_min(least).to(torch.float64)
+        scale = expected.abs().max().clamp_min(least.get(name, 1e-3)).to(torch.float64)
         told[name] = (
             ((got[name].to(torch.float64) - expected.to(torch.float64)).abs().max() / scale)
             .nan_to_num(float("inf"))
@@ -234,7 +239,9 @@ def both(layer: Layer, dispatcher=None, group=None) -> tuple[dict[str, torch.Ten
     return fast, layer.reference(group)
 
 
-def compare(layer: Layer, fast: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 1e-3):
+def compare(
+    layer: Layer, fast: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: Mapping[str, float] = NOTHING
+) -> dict[str, float]:
     """Distances of the results; raise where a dtype is wrong."""
     case, errors = layer.case, distance(fast, want, least)
     assert fast["out"].dtype == (layer.x if case.padded else layer.weight).dtype

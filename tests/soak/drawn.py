@@ -18,10 +18,6 @@ from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.replay import replay_contexts
 
-# Differences are relative to the largest value expected, and to 1 where that is smaller: all inputs are of that size,
-# and a result that is small only because its terms cancel has their rounding errors.
-LEAST = 1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Case):
@@ -57,6 +53,15 @@ class Drawn(Case):
             chunk_moe_max_rows=self.max_rows,
             chunk_moe_skip_unread=self.skip_unread,
         )
+
+    def least(self) -> dict[str, float]:
+        """What errors are relative to at least: how large a result is where its terms do not happen to cancel.
+
+        All inputs are of the size of 1, so the root of the number of rows that are summed, or of their values.
+        """
+        rows = max(1, sum(self.tokens) * self.top_k)
+        sums = {"fc1": rows, "fc2": rows, "activation": rows * self.intermediate}
+        return {"out": 1.0, "x": 1.0, "weight": 1.0} | {name: terms**0.5 for name, terms in sums.items()}
 
     def line(self) -> str:
         """JSON of what is not as by default."""
@@ -130,7 +135,7 @@ def compare_on_rank(rank: int, world_size: int, line: str) -> tuple[str, dict[st
     worst: dict[str, float] = {}
     try:
         for layer, (fast, want) in zip(layers, results, strict=True):
-            for name, error in compare(layer, fast, want, LEAST).items():
+            for name, error in compare(layer, fast, want, layer.case.least()).items():
                 worst[name] = max(worst.get(name, 0.0), error / TOLERANCE[case.dtype])
     except AssertionError as wrong:
         return f"rank {rank}: {wrong}", worst
