@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m soak.train --steps 2000 --out outputs/soak.json
 
 Three runs of a tiny model with the same data and the same skew: both features with recompute and offload; the plain
-`alltoall` without any of them; and a control, `alltoall` with noise of the size of rounding on its gradients. In fp32
-curves of equal runs part ways once a router's near tie falls the other way, so the curves alone cannot tell a mistake
-from rounding. What is checked:
+`alltoall` without any of them; and a control, half as long, `alltoall` with noise of the size of rounding on its
+gradients. In fp32 curves of equal runs part ways once a router's near tie falls the other way, so the curves alone
+cannot tell a mistake from rounding. What is checked:
 
 * *from the same weights*, every few steps of the `alltoall` run: loss and gradients of both features there against
   those of `alltoall`, to rounding. Probes where a near tie fell the other way are counted, and few;
@@ -66,8 +66,8 @@ def growth(samples: list[tuple[int, int, int]], column: int, bound: float) -> di
 
 
 def windows(losses: list[float], base: list[float], size: int) -> list[float]:
-    """Relative difference of the mean loss of each window of `size` steps."""
-    starts = range(0, len(base) - size + 1, size)
+    """Relative difference of the mean loss of each window of `size` steps that both have."""
+    starts = range(0, min(len(losses), len(base)) - size + 1, size)
     return [fmean(losses[start : start + size]) / fmean(base[start : start + size]) - 1 for start in starts]
 
 
@@ -138,7 +138,9 @@ def _verdict(part: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m soak.train", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000, help="of each run (default: 2000)")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="of a run; the control has half as many (default: 2000)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="a multiple of 2 (default: 4)")
     parser.add_argument("--probe", type=int, default=10, help="steps between probes (default: 10)")
     parser.add_argument("--window", type=int, default=50, help="steps of a window (default: 50)")

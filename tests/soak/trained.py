@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from standalone_ranks import EXAMPLE, trainer
 
+BLOCKS = "model.language_model.layers.{*}"
 LAYERS = ("full_attention",) * 2
 # of the noise on each element of the control's gradients, relative to it: about what is seen from the same weights
 ROUNDING = 2.0**-22
 SIZES = (
     "data.dataset_param.basic_parameters.cutoff_len=32",
     "training.micro_batch_size=4",
+    # no units that matter to neither feature
+    f"parallel.fsdp_plan.apply_modules=['{BLOCKS}','{BLOCKS}.mlp.experts']",
 )
 NUM_CHUNKS = 3
 CHUNKED = (
@@ -46,7 +49,7 @@ STRENGTHS = (0.0, 0.3, 1.0, 10.0)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """steps: of each run. probe: steps from one comparison from the same weights to the next. sample: from one look at
+    """steps: of a run. probe: steps from one comparison from the same weights to the next. sample: from one look at
     the memory to the next. seed: of the skew and of the control's noise. model: its folder."""
 
     model: str
@@ -134,10 +137,10 @@ class Run:
         self.skew = Skew(self.trainer.model, plan.seed)
         self.kinds = [_kind(name) for name, p in self.trainer.model.named_parameters() if p.requires_grad]
 
-    def train(self, between=lambda step: None) -> dict:
-        """All steps. `between` is called before each of them."""
+    def train(self, steps: int, between=lambda step: None) -> dict:
+        """Losses and memory of some steps. `between` is called before each of them."""
         memory, losses = Memory(), []
-        for step in range(self.plan.steps):
+        for step in range(steps):
             between(step)
             self.skew.draw(step)
             told, _ = self.trainer.step(step)
@@ -214,13 +217,13 @@ def soak(rank: int, world_size: int, plan: Plan) -> dict:
         losses and memory. "probes": see `Probe`.
     """
     chunked = Run(CHUNKED, plan)
-    told = {"chunked": chunked.train()}
+    told = {"chunked": chunked.train(plan.steps)}
     plain = Run(PLAIN, plan)
     probe = Probe(chunked, plain)
-    told["alltoall"] = plain.train(between=probe)
+    told["alltoall"] = plain.train(plan.steps, between=probe)
     told["probes"] = probe.results
     del probe, chunked, plain
     control = Run(PLAIN, plan)
     control.round_gradients(torch.Generator().manual_seed(plan.seed * world_size + rank))
-    told["control"] = control.train()
+    told["control"] = control.train(-(-plan.steps // 2))  # enough to see how far apart equal runs are
     return told
