@@ -26,7 +26,7 @@ class Drawn(Case):
     routing: also "zipf", where expert e is chosen with a weight of 1 / (1 + e)^2.
     checkpoint: around the layer and what is behind it. "no"; "plain" and "reentrant", torch's two kinds; "replay", the
         former with the plan of the forward kept.
-    follower: what is behind the layer: "nothing", "negation" (keeps nothing of its input), "square" (keeps it).
+    follower: what is behind the layer: "nothing", "negation" (keeps nothing of its input), "sine" (keeps it).
     incoming: how the gradient of the output lies in memory: "dense", "transposed", "strided" (a part of each row of
         something wider), "expanded" (one row for all tokens).
     transposed: rows, router weights and expert ids lie in memory column by column.
@@ -101,7 +101,7 @@ class DrawnLayer(Layer):
         return race_TE.topk(self.case.top_k, largest=False).indices
 
     def behind(self, out: torch.Tensor) -> torch.Tensor:
-        return {"nothing": lambda: out, "negation": lambda: -out, "square": lambda: out * out}[self.case.follower]()
+        return {"nothing": lambda: out, "negation": out.neg, "sine": out.sin}[self.case.follower]()
 
     def call(self, dispatcher, leaves: dict[str, torch.Tensor], group=None) -> torch.Tensor:
         def block(*tensors):

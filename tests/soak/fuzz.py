@@ -136,7 +136,7 @@ def drawn(draw, ranks: tuple[int, ...]) -> Drawn:
         activation=activation,
         limit=draw(st.sampled_from(limits)),
         checkpoint=checkpoint,
-        follower=draw(st.sampled_from(("nothing", "negation", "square"))),
+        follower=draw(st.sampled_from(("nothing", "negation", "sine"))),
         skip_unread=draw(st.booleans()) if checkpoint == "replay" else False,
         incoming=draw(st.sampled_from(("dense", "transposed", "strided", "expanded"))),
         transposed=draw(st.booleans()),
