@@ -161,9 +161,9 @@ class Layer:
         """What stands behind the layer in its block, on the reference's road; a subclass's `call` must do the same."""
         return out
 
-    def reference(self, group=None) -> dict[str, torch.Tensor]:
-        """The reference's, over all ranks' tokens; bf16 cases are computed in fp32."""
-        wide = torch.float32 if self.case.dtype == torch.bfloat16 else self.case.dtype
+    def reference(self, group=None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The reference's, over all ranks' tokens, in `dtype`; by default in the case's, and bf16 cases in fp32."""
+        wide = dtype or (torch.float32 if self.case.dtype == torch.bfloat16 else self.case.dtype)
         leaves = self.leaves(
             {
                 "x": self.x.to(wide),
