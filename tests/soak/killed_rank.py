@@ -27,8 +27,10 @@ from soak.trained import write_model
 from soak.watched import Watched
 
 COMMAND = "PYTHONPATH=tests python -m soak.killed_rank"
-RUN_S = 240.0
+RUN_S = 300.0
+EXIT_S = 60.0  # for a rank that has raised to take down its interpreter, on a busy machine
 DID_NOT_EXIT = "did not exit"  # the launcher's words, of a rank that raised and yet had to be killed
+SHOWN_CHARS = 160
 ALONE, TORCHRUN = "alone", "torchrun"
 
 
@@ -71,7 +73,7 @@ def _alone(fate: Fate, watched: Watched, folder: str, ranks: int, culprit: int, 
         culprit,
         timeout=RUN_S,
         collective_timeout=timeout,
-        grace=timeout + grace,
+        grace=timeout + EXIT_S,
         env=watched.environment,
         fill_nan=False,
         expect_failure=True,
@@ -131,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             fate = kill(moment, how, options.ranks, culprit, options.timeout, options.grace)
             fates.append(fate)
             verdict = "; ".join(fate.wrong) or "ok"
-            seen = f"{fate.seconds:.1f} s, {fate.processes} processes, {fate.error}"
+            seen = f"{fate.seconds:.1f} s, {fate.processes} processes, {fate.error[:SHOWN_CHARS]}"
             print(f"{moment}, {how}: {seen}: {verdict}", flush=True)
     if options.out:
         record = {"date": date.today().isoformat(), "versions": versions(), "options": vars(options) | {"out": None}}
