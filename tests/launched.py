@@ -93,3 +93,13 @@ def unpicklable(rank, world_size):
 def start_a_sleeper(rank, world_size):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10000)"])
     return os.getpid(), sleeper.pid
+
+
+def misbehave(rank, world_size, how):
+    """For tests/test_soak.py: rank 1 does not do what the others do."""
+    if rank == 1 and how == "raise":
+        raise RuntimeError("rank 1 gives up")
+    if rank == 1 and how == "hang":
+        time.sleep(10_000)
+    dist.barrier()
+    return rank

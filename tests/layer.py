@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from mindspeed_chunk.moe.reference import moe_reference, swiglu
 # the reference, computed in fp32 from the same bf16 inputs, does not round between the matmuls: a few units in the last
 # place (2^-8) of each of the 4 to 6 rounded intermediates.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+NOTHING: Mapping[str, float] = MappingProxyType({})
 NAMES = ("out", "x", "weight", "fc1", "fc2", "activation")
 
 
@@ -154,9 +157,13 @@ class Layer:
             activation=self.activation,
         )
 
-    def reference(self, group=None) -> dict[str, torch.Tensor]:
-        """The reference's, over all ranks' tokens; bf16 cases are computed in fp32."""
-        wide = torch.float32 if self.case.dtype == torch.bfloat16 else self.case.dtype
+    def behind(self, out: torch.Tensor) -> torch.Tensor:
+        """What stands behind the layer in its block, on the reference's road; a subclass's `call` must do the same."""
+        return out
+
+    def reference(self, group=None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The reference's, over all ranks' tokens, in `dtype`; by default in the case's, and bf16 cases in fp32."""
+        wide = dtype or (torch.float32 if self.case.dtype == torch.bfloat16 else self.case.dtype)
         leaves = self.leaves(
             {
                 "x": self.x.to(wide),
@@ -171,8 +178,10 @@ class Layer:
             activation = self.activation
         weight = leaves["weight"].gather(1, self.index) if self.case.dense_weights else leaves["weight"]
         pad = None if self.mask is None else self.mask == 0
-        out = moe_reference(
-            leaves["x"], self.index, weight, leaves["fc1"], leaves["fc2"], activation=activation, pad_T=pad
+        out = self.behind(
+            moe_reference(
+                leaves["x"], self.index, weight, leaves["fc1"], leaves["fc2"], activation=activation, pad_T=pad
+            )
         )
         if out.requires_grad:
             out.backward(self.grad.to(out.dtype))
@@ -190,8 +199,13 @@ class Layer:
         return results
 
 
-def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference of each result, relative to the largest expected value; NaN counts as infinite."""
+def distance(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: Mapping[str, float] = NOTHING
+) -> dict[str, float]:
+    """The largest difference of each result, relative to the largest expected value; NaN counts as infinite.
+
+    least: by name, what differences are relative to where nothing larger is expected; 1e-3 for names not in it.
+    """
     assert got.keys() == want.keys(), (got.keys(), want.keys())
     told = {}
     for name, expected in want.items():
@@ -200,7 +214,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
         if expected.numel() == 0:
             told[name] = 0.0
             continue
-        scale = expected.abs().max().clamp_min(1e-3).to(torch.float64)
+        scale = expected.abs().max().clamp_min(least.get(name, 1e-3)).to(torch.float64)
         told[name] = (
             ((got[name].to(torch.float64) - expected.to(torch.float64)).abs().max() / scale)
             .nan_to_num(float("inf"))
@@ -212,12 +226,24 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dic
 def check(case: Case, rank: int = 0, ranks: int = 1, group=None, dispatcher=None) -> dict[str, float]:
     """Compare Chunk MoE, or `dispatcher`, with the reference; raise where they differ by more than the dtype allows."""
     layer = Layer(case, rank, ranks)
+    errors = compare(layer, *both(layer, dispatcher, group))
+    assert max(errors.values()) <= TOLERANCE[case.dtype], f"{case}: {errors}"
+    return errors
+
+
+def both(layer: Layer, dispatcher=None, group=None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results of the fast path and of the reference: all collectives of a comparison."""
     fast = layer.fast(dispatcher, group)
     if "activation" in fast and group is not None:
         dist.all_reduce(fast["activation"], group=group)  # a rank's share comes from the rows at its own experts
-    errors = distance(fast, layer.reference(group))
-    worst = max(errors.values())
-    assert worst <= TOLERANCE[case.dtype], f"{case}: {errors}"
+    return fast, layer.reference(group)
+
+
+def compare(
+    layer: Layer, fast: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: Mapping[str, float] = NOTHING
+) -> dict[str, float]:
+    """Distances of the results; raise where a dtype is wrong."""
+    case, errors = layer.case, distance(fast, want, least)
     assert fast["out"].dtype == (layer.x if case.padded else layer.weight).dtype
     for name in ("x", "weight"):
         if name in fast:

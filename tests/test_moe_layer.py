@@ -222,6 +222,27 @@ def test_weight_gradients_of_bf16_are_summed_in_fp32():
     assert fc2.grad.flatten().tolist() == [tokens] * 4
 
 
+def test_activation_gradients_of_bf16_are_summed_in_fp32():
+    """The same of an activation's parameter: an output of 1 for each of its values, in 512 chunks."""
+
+    class Shift(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+
+        def forward(self, fc1_RF):
+            return fc1_RF[:, :1] + self.shift
+
+    tokens, shift = 512, Shift()
+    ones = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    out = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=tokens))(
+        1, ones, torch.zeros_like(ones, dtype=torch.int64), ones, ones[:1, None].expand(-1, -1, 2), ones[:1, None],
+        activation=shift,
+    )  # fmt: skip
+    out.sum().backward()
+    assert shift.shift.grad.item() == tokens
+
+
 def test_router_gradients_of_bf16_rows_are_summed_in_fp32():
     from mindspeed_chunk.moe.experts import _row_dot
 

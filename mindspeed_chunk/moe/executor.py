@@ -234,7 +234,7 @@ class Backward(_Walk):
         self._fc1_total_LHF, self._fc2_total_LIH = (
             None if total is None else call.as_rows_times(total) for total in (self.fc1_total, self.fc2_total)
         )
-        self.activation_totals = [torch.zeros_like(parameter) for parameter in call.activation.parameters]
+        self.activation_totals = [_total(parameter) for parameter in call.activation.parameters]
 
     def permute(self, c: int) -> None:
         tokens, order_R = self._call.tokens[c], self._orders[c]
@@ -311,7 +311,7 @@ class Backward(_Walk):
 
 
 def _total(weight: torch.Tensor) -> torch.Tensor:
-    """Zeros to sum a weight's gradient in, over all chunks: fp32 for a narrower weight."""
+    """Zeros to sum a weight's or a parameter's gradient in, over all chunks: fp32 for a narrower one."""
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
     return torch.zeros(weight.shape, dtype=torch.float32 if narrow else weight.dtype, device=weight.device)
 

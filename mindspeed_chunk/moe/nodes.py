@@ -102,7 +102,10 @@ class Close(torch.autograd.Function):
             None if total is None else total.to(weight.dtype)
             for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
         ]
-        activation_grads = walk.activation_totals
+        activation_grads = [
+            total.to(parameter.dtype)
+            for total, parameter in zip(walk.activation_totals, opened.call.activation.parameters, strict=True)
+        ]
         if opened.call.needs.input:  # otherwise nobody comes for it
             walk.keep_what_is_left()
             opened.hand_over(walk)

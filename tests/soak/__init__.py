@@ -1,0 +1,1 @@
+"""Long runs; see README.md here. `PYTHONPATH=tests python -m soak.fuzz`, `soak.train`, `soak.killed_rank`."""
