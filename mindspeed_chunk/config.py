@@ -1,5 +1,7 @@
 """What a user may set. A wrong value is one line that says where it stands, what it is and what it may be."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import functools
@@ -16,14 +18,14 @@ SHOWN_CHARS = 80
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, where there is one."""
+    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, or empty."""
 
-    def __init__(self, message, path=None):
+    def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
         self.path = path
 
     @classmethod
-    def about(cls, path, value, rule, way_out):
+    def about(cls, path: str, value: object, rule: str, way_out: str) -> ConfigError:
         """The error "<yaml path>: <value>: <rule>; <way out>"."""
         shown = " ".join(repr(value).split())
         if len(shown) > SHOWN_CHARS:
@@ -125,12 +127,12 @@ class ChunkMoEConfig:
         _check_together(vars(self), "")
 
     @property
-    def keep(self):
+    def keep(self) -> str:
         """One of `KEEPS`."""
         return self.chunk_moe_keep or ("rows" if self.chunk_moe_recompute else "activations")
 
     @property
-    def both_sizes(self):
+    def both_sizes(self) -> str:
         """What there is to say where both sizes are set; empty where not."""
         if not (self.moe_num_chunks and self.moe_chunk_size):
             return ""
@@ -140,7 +142,7 @@ class ChunkMoEConfig:
         )
 
     @classmethod
-    def from_mapping(cls, mapping, path="parallel.ep_plan"):
+    def from_mapping(cls, mapping: object, path: str = "parallel.ep_plan") -> ChunkMoEConfig:
         """Take the keys of this class out of the host's `ep_plan` mapping, which stands at `path` of the yaml.
 
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
@@ -182,7 +184,7 @@ class ChunkMBSConfig:
                 object.__setattr__(self, name, tuple(value))
 
     @classmethod
-    def from_mapping(cls, mapping, path="features.chunkmbs_plan"):
+    def from_mapping(cls, mapping: object, path: str = "features.chunkmbs_plan") -> ChunkMBSConfig:
         """Read the host's `chunkmbs_plan`.
 
         Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.
