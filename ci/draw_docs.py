@@ -8,6 +8,7 @@ laid out by hand below. Each has a background of its own and colours for a light
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def _timelines(name: str, cases: Sequence[tuple[str, Schedule]]) -> str:
     found = []
     for title, schedule in cases:
         chunks = 1 + max(action.chunk for action in schedule)
-        found.append((title, chunks == 1, simulate(schedule, lambda action, chunks=chunks: _cost(action, chunks))))
+        found.append((title, chunks == 1, simulate(schedule, functools.partial(_cost, chunks=chunks))))
     longest = found[0][2].total
     parts, top = [], _MARGIN
     for title, whole, timeline in found:
