@@ -30,7 +30,7 @@ setup(
         *(f"{PATCHES}.{name}" for name in find_packages("patches")),
     ],
     package_dir={PATCHES: "patches"},
-    package_data={PATCHES: ["README.md"]},
+    package_data={"mindspeed_chunk": ["py.typed"], PATCHES: ["README.md"]},
     install_requires=[
         "torch>=2.7.1,<2.14",
         "pyyaml",

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = "patches/README.md"
+OTHERS = {"mindspeed_chunk/py.typed", "patches/README.md"}
 LINK = "mindspeed_chunk/patches/"
 BUILDS = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "setup.cfg", "PKG-INFO"}
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
@@ -40,7 +40,7 @@ def sources() -> set[str]:
     found = {path for name in ("mindspeed_chunk", "patches") for path in (ROOT / name).rglob("*.py")}
     names = {path.relative_to(ROOT).as_posix() for path in found}
     # a link to patches/, which some versions of Python follow
-    return {README} | {name for name in names if not name.startswith(LINK)}
+    return OTHERS | {name for name in names if not name.startswith(LINK)}
 
 
 def differences(archive: str, files: list[str], expected: set[str]) -> list[str]:
