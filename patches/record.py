@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -111,35 +112,38 @@ class Seam:
         self.name, self._importers = name, importers
         self.owner: Any = None
         self._original: Any = None
+        self._ours: Any = None
 
     @property
     def replaced(self) -> bool:
-        return self._original is not None
+        return self._ours is not None
 
     def found(self, owner: object) -> Undo:
         """Remember where it is; nothing is changed yet."""
+        self.forget()
         self.owner = owner
         return self.forget
 
     def replace(self, make: Callable[[Callable], Callable]) -> None:
         """Put `make(the host's own)` there, also where something of ours stands already."""
         self.restore()
-        self._original = getattr(self.owner, self.name)
-        self._put(make(self._original))
+        original = getattr(self.owner, self.name)
+        ours = make(original)
+        self._original, self._ours = original, ours
+        self._put(original, ours)
 
     def restore(self) -> None:
         if self.replaced:
-            self._put(self._original)
-            self._original = None
+            self._put(self._ours, self._original)
+            self._original = self._ours = None
 
     def forget(self) -> None:
         self.restore()
         self.owner = None
 
-    def _put(self, function: Callable) -> None:
-        import sys
-
-        old = getattr(self.owner, self.name)
-        for module in (self.owner, *filter(None, map(sys.modules.get, self._importers))):
+    def _put(self, old: Callable, new: Callable) -> None:
+        setattr(self.owner, self.name, new)
+        for module in filter(None, map(sys.modules.get, self._importers)):
+            # whoever wrapped it there keeps that
             if getattr(module, self.name, None) is old:
-                setattr(module, self.name, function)
+                setattr(module, self.name, new)

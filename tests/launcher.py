@@ -34,7 +34,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from zygote import Zygote, absolute_path
+from zygote import Zygote, absolute_path, stop
 
 POLL_S = 0.02
 DUMP_S = 0.5
@@ -114,13 +114,17 @@ def run_ranks(
         (folder / "call").write_bytes(pickle.dumps((_importable(function), args, kwargs)))
         ranks = []
         try:
-            start = _fork if (environment := _environment(env or {})) == zygotes()[0].environment else _start
+            start = _fork if (environment := _environment(env or {})) == first_environment() else _start
             for rank in range(world_size):
                 ranks.append(_Rank(folder, rank, world_size, functools.partial(start, function, environment)))
             _watch(ranks, time.monotonic() + timeout, grace)
         finally:
-            for rank in ranks:
-                rank.kill()
+            try:
+                for rank, code in zip(ranks, stop([rank.process for rank in ranks]), strict=True):
+                    rank.returncode = code
+            finally:
+                for rank in ranks:
+                    rank.let_go()
         outcomes = [rank.outcome() for rank in ranks]
     for outcome in outcomes:
         if outcome.output:
@@ -158,11 +162,15 @@ class _Rank:
         self.returncode = None
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         stdin, self._lifeline = os.pipe()  # its end tells the child that the parent is gone
-        with open(stdin), open(self.files.output, "wb") as output:
-            self._process = start(variables, (str(folder), str(rank)), stdin, output)
+        try:
+            with open(stdin), open(self.files.output, "wb") as output:
+                self.process = start(variables, (str(folder), str(rank)), stdin, output)
+        except BaseException:
+            self.let_go()
+            raise
 
     def running(self):
-        if self.died_at is None and self._process.ended():
+        if self.died_at is None and self.process.ended():
             self.died_at = time.monotonic()
         return self.died_at is None
 
@@ -172,12 +180,9 @@ class _Rank:
     def dump(self, state):
         """Have the rank write its stacks; `state` says why it will be killed."""
         self.state = state
-        os.kill(self._process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR1)
 
-    def kill(self):
-        """End the rank and whatever it started; called once."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self.returncode = self._process.reap()
+    def let_go(self):
         os.close(self._lifeline)
 
     def outcome(self):
@@ -207,10 +212,23 @@ class _Rank:
 
 
 @functools.cache
-def zygotes():
-    """Of this process; made at its first launch."""
-    environment = _environment({})
-    return [Zygote(environment) for _ in range(2)]
+def first_environment():
+    """What a rank was given at the first launch of this process: that of all forks."""
+    return _environment({})
+
+
+@functools.cache
+def _zygotes():
+    return [Zygote(first_environment()) for _ in range(2)]
+
+
+def zygote(rank):
+    """The one that a rank is forked from; a new one where it has ended."""
+    zygotes = _zygotes()
+    place = rank % len(zygotes)
+    if zygotes[place].ended:
+        zygotes[place] = Zygote(first_environment())
+    return zygotes[place]
 
 
 def _environment(changes):
@@ -221,7 +239,7 @@ def _environment(changes):
 def _fork(function, environment, variables, arguments, stdin, output):
     call = [__name__, run_child.__name__, arguments]
     descriptors = (stdin, output.fileno(), output.fileno())
-    return zygotes()[int(variables["RANK"]) % 2].fork(call, variables, descriptors, imports=[function.__module__])
+    return zygote(int(variables["RANK"])).fork(call, variables, descriptors, imports=[function.__module__])
 
 
 def _start(function, environment, variables, arguments, stdin, output):

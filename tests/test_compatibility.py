@@ -51,7 +51,8 @@ def test_ci_runs_both_ends_of_torchs_range():
     assert f"${{TORCH_VERSION:-{newest}}}" in (ROOT / "ci" / "test.sh").read_text()
     assert f"TORCH_VERSION={oldest} " in (ROOT / ".ci" / "run").read_text()
     for job in version_tables.jobs().values():
-        assert [step["with"]["python-version"] in PYTHONS for step in job["steps"] if "cache" in step.get("with", {})]
+        (python,) = (step["with"]["python-version"] for step in job["steps"] if "cache" in step.get("with", {}))
+        assert python in PYTHONS
 
 
 def test_every_version_of_the_host_has_patches_and_a_look_alike():

@@ -79,7 +79,7 @@ def test_chance_is_another_on_every_rank():
 def test_exit_code_and_output_of_a_fork(tmp_path):
     with open(os.devnull) as stdin, open(tmp_path / "output", "w") as output:
         call = [launched.__name__, launched.tell_and_exit.__name__, [3]]
-        process = launcher.zygotes()[0].fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
+        process = launcher.zygote(0).fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
         assert process.reap() == 3
     assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
 
@@ -89,12 +89,22 @@ def test_why_a_zygote_cannot_fork_is_told(tmp_path, monkeypatch):
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     (tmp_path / "threaded.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     zygote = Zygote(os.environ)
     with pytest.raises(RuntimeError, match="after the import of threaded there are threads"):
-        zygote.fork(None, {}, (), imports=["threaded"])
-    os.kill(zygote.pid, signal.SIGKILL)
+        zygote.fork(None, {}, (), imports=["leaves", "threaded", "json"])
+    assert zygote.ended
     with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
         zygote.fork(None, {}, ())
+
+
+def test_a_zygote_that_dies_leaves_no_rank_and_the_next_launch_has_another(tmp_path):
+    with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
+        run_ranks(launched.kill_the_parent, 3, str(tmp_path))
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 3
+    wait_for(lambda: not any(map(alive, pids)), seconds=10)
+    assert len(run_ranks(launched.add, 3, 1)) == 3
 
 
 def test_own_traceback_comes_first_and_nobody_waits_long():
@@ -134,7 +144,7 @@ def test_an_exit_without_result_is_a_failure():
 
 def test_hang_ends_with_stacks():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(launched.hang_in_collective, 2, timeout=4)
+        run_ranks(launched.hang_in_collective, 2, timeout=10)
     assert [outcome.state for outcome in failure.value.outcomes] == ["timeout", "timeout"]
     assert str(failure.value).count("in hang_in_collective") == 2
 

@@ -5,9 +5,11 @@ imports, so that a fork of it is as good as a fresh process with the same enviro
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +37,11 @@ class Zygote:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        atexit.register(self._close)
+        atexit.register(self.close)
+
+    @property
+    def ended(self):
+        return self._process.poll() is not None
 
     def fork(self, call, variables, descriptors, imports=(), path=()):
         """A process that calls `call`: [module, function, arguments], and leads a process group of its own.
@@ -52,17 +58,23 @@ class Zygote:
         try:
             socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
             answer = self._connection.recv(MESSAGE_BYTES)
-        except ConnectionError:
+        except OSError:
             answer = None
+        except BaseException:
+            self.close()  # the answer would be taken for that to the next question
+            raise
         if not answer:
             raise RuntimeError(f"the zygote has ended with exit code {self._process.wait()}")
         answer = json.loads(answer)
         if isinstance(answer, str):
+            self.close()  # the next launch makes a new one
             raise RuntimeError(answer)
         return answer
 
-    def _close(self):
+    def close(self):
+        """End it. Its children have connections of their own."""
         self._connection.close()
+        self._process.kill()
         self._process.wait()
 
 
@@ -80,6 +92,22 @@ class Forked:
     def reap(self):
         """Wait for its end; the exit code, as in `subprocess`."""
         return self._zygote._ask(REAP, self.pid)
+
+
+def stop(processes):
+    """Kill these, each with its group; their exit codes, in order. Raises, after all, where one cannot be had."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    codes, problems = [], []
+    for process in processes:
+        try:
+            codes.append(process.reap())
+        except RuntimeError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+    return codes
 
 
 def absolute_path():
@@ -127,17 +155,23 @@ def _serve(connection):
         if not message:
             return None
         what, about = json.loads(message)
-        if what == FORK:
-            answer = _fork(about)
-            if answer == 0:
-                return _become(about, connection, *descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-        elif what == ENDED:
-            answer = os.waitid(os.P_PID, about, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        else:
-            answer = os.waitstatus_to_exitcode(os.waitpid(about, 0)[1])
+        try:
+            answer = _answer(what, about)
+        except OSError as error:
+            answer = f"{what} {about}: {error}"
+        if what == FORK and answer == 0:
+            return _become(about, connection, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         connection.send(json.dumps(answer).encode())
+
+
+def _answer(what, about):
+    if what == FORK:
+        return _fork(about)
+    if what == ENDED:
+        return os.waitid(os.P_PID, about, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return os.waitstatus_to_exitcode(os.waitpid(about, 0)[1])
 
 
 def _fork(job):
@@ -145,12 +179,10 @@ def _fork(job):
     sys.path[:] = job["path"]
     os.chdir(job["folder"])
     for module in job["imports"]:
-        try:
+        with contextlib.suppress(BaseException):  # the child tries again, and tells
             importlib.import_module(module)
-        except Exception:  # the child tries again, and tells
-            continue
-    if len(os.listdir("/proc/self/task")) > 1:
-        return f"after the import of {', '.join(job['imports'])} there are threads, so that nothing can be forked"
+        if len(os.listdir("/proc/self/task")) > 1:
+            return f"after the import of {module} there are threads, so that nothing can be forked"
     child = os.fork()
     # in both processes: neither may run ahead of it
     os.setpgid(child, 0)
@@ -163,5 +195,8 @@ def _become(job, connection, *descriptors):
         os.dup2(descriptor, own)
         os.close(descriptor)
     os.environ.update(job["variables"])
-    importlib.import_module("torch").default_generator.seed()  # a process's own, as Python's is after a fork
+    # a process's own, as Python's is after a fork
+    importlib.import_module("torch").default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     return job["call"]

@@ -8,7 +8,6 @@ and come together from all folders.
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import yaml
 
-from launcher import NOT_HANDED_ON, POLL_S, Fresh, zygotes
+from launcher import NOT_HANDED_ON, POLL_S, Fresh, first_environment, zygote
+from zygote import stop
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -128,10 +128,10 @@ def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    fork = fork and environment(flavour, **extra) | NOT_COMPARED == zygotes()[0].environment | NOT_COMPARED
+    fork = fork and environment(flavour, **extra) | NOT_COMPARED == first_environment() | NOT_COMPARED
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, open(os.devnull) as nothing:
         outputs = [[Path(folder, f"{rank}.{which}") for which in ("stdout", "stderr")] for rank in range(ranks)]
-        started, codes = [], []
+        started = []
         try:
             for rank, (out, err) in enumerate(outputs):
                 place = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} | extra
@@ -144,16 +144,14 @@ def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=
                         started.append(Fresh(command, env=variables, start_new_session=True, **streams))
             _wait(started, timeout)
         finally:
-            for process in started:
-                os.killpg(process.pid, signal.SIGKILL)
-                codes.append(process.reap())
+            codes = stop(started)
         texts = [[path.read_text() for path in paths] for paths in outputs]
     return [subprocess.CompletedProcess(words, *told) for told in zip(codes, *zip(*texts), strict=True)]
 
 
 def _fork(rank, words, path, variables, streams):
     call, descriptors = [__name__, run_script.__name__, [words]], [stream.fileno() for stream in streams]
-    return zygotes()[rank % 2].fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
+    return zygote(rank).fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
 
 
 def _wait(processes, timeout):
