@@ -54,7 +54,6 @@ setup(
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<2.5",
             "types-PyYAML",
-            "setuptools>=70.1",
         ],
     },
     classifiers=[

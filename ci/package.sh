@@ -3,7 +3,7 @@
 # and outside of the checkout: the command line, the README's two commands, and what is left by pip uninstall. The files
 # stay in dist/.
 #
-#   VENV   folder of the environment (default: .venv-package); VENV-tools, for building, stands beside it
+#   VENV   folder of the environment, made anew (default: .venv-package); VENV-tools, for building, stands beside it
 #   STEPS  training steps of each run of the quickstart (default: 6)
 #   PYTHON, TORCH_INDEX: see environment.sh
 # Arguments go to pytest, in place of a few files of tests.
@@ -14,7 +14,8 @@ source ci/environment.sh
 VENV=$(realpath -m "${VENV:-.venv-package}")
 CHECKOUT=$PWD TOOLS=$VENV-tools/bin/python
 export VENV STEPS=${STEPS:-6}
-unset PACKAGE PYTHONPATH MINDSPEED_HOME MINDSPEED_MM_HOME
+unset PACKAGE PYTHONPATH TORCH_VERSION TORCH_DEVICE_BACKEND_AUTOLOAD "${!MINDSPEED@}"
+[ ! -e "$VENV" ] || [ -e "$VENV/pyvenv.cfg" ] || fail "VENV: $VENV: is no virtual environment, and would be removed; name another folder"
 
 make_venv "$VENV-tools"
 "$TOOLS" -m pip --disable-pip-version-check --quiet --quiet install 'build>=1.2,<2' 'twine>=6,<7'

@@ -4,7 +4,8 @@
 #   VENV           folder of the environment (default: .venv-test)
 #   TORCH_VERSION  default: 2.13.0
 #   CI             if set, the Ascend tests fail where they would be skipped for want of torch_npu's wheel, gcc or binutils
-#   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint and format
+#   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint, format,
+#                  types and the Ascend tests
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
 # While you work: bash ci/test.sh -m "not slow" touches every feature in a third of the time.
 set -euo pipefail
@@ -13,9 +14,9 @@ source ci/environment.sh
 
 VENV=$(realpath -m "${VENV:-.venv-test}")
 make_environment "$VENV" "${TORCH_VERSION:-2.13.0}" standalone,tools,test
-unpack_torch_npu "$VENV" "${TORCH_VERSION:-2.13.0}"
 
 if [ -z "${PACKAGE:-}" ]; then
+    unpack_torch_npu "$VENV" "${TORCH_VERSION:-2.13.0}"
     stage "lint"
     "$VENV/bin/ruff" check .
     stage "format"

@@ -48,7 +48,9 @@ def test_ci_runs_both_ends_of_torchs_range():
     assert oldest == lowest(RANGES["torch"]) and newest in RANGES["torch"]
     following = Version(newest)
     assert f"{following.major}.{following.minor + 1}" not in RANGES["torch"], "a later one is allowed, and not run"
-    assert f"${{TORCH_VERSION:-{newest}}}" in (ROOT / "ci" / "test.sh").read_text()
+    assert version_tables.newest_torch() == newest
+    quickstart = (ROOT / "examples" / "qwen3_5_35b" / "quickstart.sh").read_text()
+    assert f'make_environment "$VENV" {newest} ' in quickstart
     assert f"TORCH_VERSION={oldest} " in (ROOT / ".ci" / "run").read_text()
     for job in version_tables.jobs().values():
         (python,) = (step["with"]["python-version"] for step in job["steps"] if "cache" in step.get("with", {}))

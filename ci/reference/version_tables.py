@@ -92,6 +92,12 @@ def kernels() -> str:
     return table(("torch_npu", "2.7.1 - 2.7.1.post6", "2.7.1.post11, 2.13.0"), rows)
 
 
+def newest_torch() -> str:
+    """That of `ci/test.sh`, unless it is told another."""
+    (found,) = set(re.findall(r"TORCH_VERSION:-([\d.]+)", (ROOT / "ci" / "test.sh").read_text()))
+    return found
+
+
 def jobs() -> dict[str, dict]:
     return yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
 
@@ -102,7 +108,7 @@ def continuous_integration() -> str:
         (python,) = (
             step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})
         )
-        torch = job.get("strategy", {}).get("matrix", {}).get("torch", ["2.13.0"])
+        torch = job.get("strategy", {}).get("matrix", {}).get("torch", [newest_torch()])
         commands = ", ".join(f"`{step['run']}`" for step in job["steps"] if "run" in step)
         rows.append((name, python, ", ".join(torch), commands))
     return table(("job", "Python", "torch", "runs"), rows)
