@@ -67,7 +67,7 @@ SEEDS = {
     "unused keys": ("chunk-keys-unused", f"{MOE}.moe_num_chunks", "set it to chunkmoe",
                     [(DISPATCHER, "dispatcher: alltoall")]),
     "both sizes": ("both-sizes", f"{MOE}.moe_chunk_size", "both set", [add(CHUNKS, "    moe_chunk_size: 512")]),
-    "two chunks": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "the peak stays",
+    "two chunks": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "the peak falls little",
                    [(CHUNKS, "moe_num_chunks: 2\n    chunk_moe_recompute: true")]),
     "look-ahead for memory": ("two-chunks-for-memory", f"{MOE}.moe_num_chunks", "and 4 chunks are resident at once",
                               [add(CHUNKS, "    chunk_moe_keep: rows", "    chunk_moe_lookahead: 3")]),

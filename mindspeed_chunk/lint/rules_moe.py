@@ -97,7 +97,7 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
     if asked(subject) and 2 <= number <= resident and config.keep != "activations":
         rule = (
             f"keeping only the {config.keep} asks for memory, and {resident} chunks are resident at once, so the peak "
-            "stays"
+            "falls little"
         )
         yield Problem(ConfigError.about(CHUNKS, number, rule, f"use {2 * resident} or more"))
 
@@ -164,7 +164,7 @@ RULES = (
     Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE stand in a plan with another dispatcher.", effect),
     Rule("both-sizes", WARNING, "`moe_num_chunks` and `moe_chunk_size` are both set; the first is used.", both_sizes),
     Rule("two-chunks-for-memory", WARNING, "N = 2 with `chunk_moe_keep: rows` or `input` (or `chunk_moe_recompute`): "
-         "two chunks are resident at once, so N = 2 does not lower the peak. Each chunk of `chunk_moe_lookahead` "
+         "two chunks are resident at once, so N = 2 lowers the peak little. Each chunk of `chunk_moe_lookahead` "
          "beyond 1 is one more.", two_chunks),
     Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node, or than the devices whose links "
          "are as fast (`--devices-per-node`).", node),

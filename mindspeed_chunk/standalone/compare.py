@@ -49,8 +49,8 @@ def table(runs):
     result = Table(
         caption="Largest difference: relative, of one iteration's losses, to the first run. Step: median. "
         "All-to-alls, and copies from the device that are waited for: of one MoE layer and micro batch "
-        "(forward+recompute+backward). Ranks that share a machine's cores have no wire to hide, so more chunks only "
-        "take longer there.",
+        "(forward+recompute+backward). Ranks that share a machine's cores have no wire to hide; on a busy machine, "
+        "or over few steps, times are noise.",
         caption_justify="left",
     )
     result.add_column("run", overflow="fold")
