@@ -35,6 +35,7 @@ class Zygote:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._lock = threading.Lock()  # for launches of several threads
         atexit.register(self._close)
 
     def fork(self, call, variables, descriptors, imports=(), path=()):
@@ -50,8 +51,9 @@ class Zygote:
 
     def _ask(self, what, about, *descriptors):
         try:
-            socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
-            answer = self._connection.recv(MESSAGE_BYTES)
+            with self._lock:
+                socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
+                answer = self._connection.recv(MESSAGE_BYTES)
         except ConnectionError:
             answer = None
         if not answer:
