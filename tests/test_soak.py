@@ -59,7 +59,7 @@ def told_by_a_rank(**change):
     [
         ("from the same weights", {"probes": [{**told_by_a_rank()["probes"][0], "experts": 1e-4}]}),
         ("from the same weights", {"probes": [{**told_by_a_rank()["probes"][0], "parted": 1}]}),
-        ("curves", {"chunked": {**told_by_a_rank()["chunked"], "losses": [5.05] * 100}}),
+        ("curves", {"chunked": {**told_by_a_rank()["chunked"], "losses": [5.1] * 100}}),
         ("memory", {"chunked": {**told_by_a_rank()["chunked"], "memory": [(s, 10**9, 100 * s) for s in range(99)]}}),
     ],
 )
@@ -79,8 +79,8 @@ def test_a_configuration_is_one_line():
 
 
 def test_random_configurations_match_the_reference(capsys):
-    assert fuzz.main(["--examples", "40", "--ranks", "1", "2"]) == 0
-    assert "40 configurations" in capsys.readouterr().out
+    assert fuzz.main(["--examples", "20", "--ranks", "2"]) == 0
+    assert int(capsys.readouterr().out.partition(" configurations")[0].split()[-1]) >= 20
 
 
 def test_a_wrong_result_is_made_small_and_kept(tmp_path, monkeypatch, capsys):

@@ -37,6 +37,7 @@ class Zygote:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._lock = threading.Lock()  # for launches of several threads
         atexit.register(self.close)
 
     @property
@@ -56,8 +57,9 @@ class Zygote:
 
     def _ask(self, what, about, *descriptors):
         try:
-            socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
-            answer = self._connection.recv(MESSAGE_BYTES)
+            with self._lock:
+                socket.send_fds(self._connection, [json.dumps([what, about]).encode()], descriptors)
+                answer = self._connection.recv(MESSAGE_BYTES)
         except OSError:
             answer = None
         except BaseException:

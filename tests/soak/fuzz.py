@@ -25,6 +25,7 @@ from soak.pool import Broken, Pool
 
 KEPT = Path(__file__).with_name("kept.jsonl")
 RANKS = (1, 2, 4)
+SPARE = 10
 COMMAND = "PYTHONPATH=tests python -m soak.fuzz"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # of the router weights, beside the rows'
@@ -39,12 +40,12 @@ class Fuzz:
     """The ranks, what was asked of them, and what came of it.
 
     Attributes:
-        asked: configurations that were run, each once, as lines.
+        passed: configurations that were run and are all right, each once, as lines.
         worst: by dtype, the largest error in units of what is allowed, with its name.
     """
 
     def __init__(self, ranks: tuple[int, ...], limit: float) -> None:
-        self.asked: set[str] = set()
+        self.passed: set[str] = set()
         self.worst: dict[str, tuple[float, str]] = {}
         self.failed: tuple[Drawn, str] | None = None
         self._pools = {number: Pool(compare_on_rank, number, limit) for number in ranks}
@@ -58,9 +59,11 @@ class Fuzz:
 
     def run(self, case: Drawn) -> None:
         """Raises Failed."""
-        self.asked.add(case.line())
+        line = case.line()
+        if line in self.passed:
+            return
         try:
-            answers = self._pools[case.ranks].ask(case.line())
+            answers = self._pools[case.ranks].ask(line)
         except Broken as broken:
             self._fail(case, str(broken))
         told = "\n".join(text for text, _ in answers if text)
@@ -70,14 +73,24 @@ class Fuzz:
             for name, error in errors.items():
                 dtype = str(case.dtype)
                 self.worst[dtype] = max(self.worst.get(dtype, (0.0, "")), (error, name))
+        self.passed.add(line)
 
     def _fail(self, case: Drawn, told: str) -> None:
         self.failed = (case, told)
         raise Failed(told)
 
     def search(self, examples: int, number: int) -> None:
-        """Draw and run `examples` configurations from the seed `number`; raises Failed for the smallest that fails."""
+        """Run at least `examples` configurations more, drawn from the seed `number` and those behind it.
 
+        Raises Failed for the smallest that fails.
+        """
+        wanted = len(self.passed) + examples
+        while len(self.passed) < wanted:
+            # some are drawn twice, the simplest one by every search
+            self._search(wanted - len(self.passed) + SPARE, number)
+            number += 1
+
+    def _search(self, examples: int, number: int) -> None:
         @seed(number)
         @settings(
             max_examples=examples,
@@ -174,8 +187,8 @@ def keep(case: Drawn) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=2000, help="configurations to draw (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--examples", type=int, default=2000, help="different configurations to run (default: 2000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw (default: 0)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, choices=RANKS, help="sizes of the group")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds a collective may take (default: 20)")
     parser.add_argument("--replay", metavar="JSON", help="run this configuration alone")
@@ -193,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         except Exception:
             if fuzz.failed is None:
                 raise
-            report_failure(*fuzz.failed, len(fuzz.asked))
+            report_failure(*fuzz.failed, len(fuzz.passed) + 1)
             return 1
     report(fuzz, len(kept), time.monotonic() - start)
     return 0
@@ -205,9 +218,11 @@ def report_failure(case: Drawn, told: str, number: int) -> None:
 
 
 def report(fuzz: Fuzz, kept: int, seconds: float) -> None:
-    by_ranks = Counter(Drawn.read(line).ranks for line in fuzz.asked)
+    by_ranks = Counter(Drawn.read(line).ranks for line in fuzz.passed)
     told = ", ".join(f"{by_ranks[number]} on {number}" for number in sorted(by_ranks))
-    print(f"{len(fuzz.asked)} configurations ({told} ranks; {kept} kept ones among them) in {seconds:.0f} s: all right")
+    print(
+        f"{len(fuzz.passed)} configurations ({told} ranks; {kept} kept ones among them) in {seconds:.0f} s: all right"
+    )
     for dtype, (error, name) in sorted(fuzz.worst.items()):
         print(f"  {dtype.removeprefix('torch.')}: at most {error:.2g} of the error that is allowed, in {name}")
 

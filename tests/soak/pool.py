@@ -93,7 +93,6 @@ class Pool:
             collective_timeout=self._limit,
             grace=GRACE_S,
             expect_failure=True,
-            env={"SOAK_POOL": str(self._ranks)},  # so that the ranks are processes of their own
         )
 
 

