@@ -13,16 +13,7 @@ import torch
 import launched
 import launcher
 from launcher import RanksFailed, run_ranks
-from zygote import Zygote
-
-
-def alive(pid):
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
+from zygote import Zygote, alive
 
 
 def children_of(pid):

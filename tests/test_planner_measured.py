@@ -56,7 +56,7 @@ def test_collectives_of_a_step_are_those_counted():
     The embedded trainer reduce-scatters in the last pass alone. On torch 2.7 a recompute that is not cut into
     micro-chunks gathers once more than it needs to, which the planner leaves out: it is then a lower bound.
     """
-    measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()})
+    measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()}, timeout=300)
     for name, (overrides, passes, micro_chunks, recipe) in RUNS.items():
         calls, nbytes, _ = measured[0][name]
         predicted = fsdp_traffic(TINY, sharding(4, 2), recipe, passes, sync_every_pass=False)
@@ -110,7 +110,7 @@ def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, tmp_p
     folder = str(EXAMPLE / "tiny") if model == "tiny" else planner_ranks.write_middle_model(tmp_path)
     size, tokens = load_model(folder), 512 if model == "tiny" else 1024
     overrides = [f"model.model_name_or_path={folder}", "parallel.expert_parallel_size=2"]
-    measured = run_ranks(planner_ranks.expert_memory, 2, overrides, tokens)
+    measured = run_ranks(planner_ranks.expert_memory, 2, overrides, tokens, timeout=300)
     shape = LayerShape(
         tokens=tokens, hidden=size.hidden_size, intermediate=size.moe_intermediate_size, experts=size.num_experts,
         top_k=size.num_experts_per_tok, ep=2, element_size=4,

@@ -112,6 +112,15 @@ def stop(processes):
     return codes
 
 
+def alive(pid):
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def absolute_path():
     """`sys.path`, for a process in any folder."""
     return [os.path.abspath(entry) for entry in sys.path]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
-from launcher import Outcome, run_ranks
+from launcher import Outcome, run_ranks, torchrun
 from mindspeed_chunk.tools.environment import versions
 from soak.killed import MOMENTS, train_until_killed
 from soak.trained import write_model
@@ -91,8 +91,7 @@ def _alone(fate: Fate, watched: Watched, folder: str, ranks: int, culprit: int, 
 def _torchrun(
     fate: Fate, watched: Watched, folder: str, ranks: int, culprit: int, timeout: float, grace: float
 ) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "soak.killed", folder, str(timeout), fate.moment, str(culprit)]
+    command = [*torchrun(ranks), "-m", "soak.killed", folder, str(timeout), fate.moment, str(culprit)]
     environment = {**os.environ, **watched.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with open(Path(folder) / "log", "w+", encoding="utf-8") as log:

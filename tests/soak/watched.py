@@ -8,6 +8,8 @@ import threading
 import uuid
 from pathlib import Path
 
+from zygote import alive
+
 PROC = Path("/proc")
 POLL_S = 0.2
 LISTEN = "0A"
@@ -40,7 +42,7 @@ class Watched:
 
     def running(self) -> list[int]:
         mark = "=".join(*self.environment.items()).encode()
-        return [int(path.name) for path in PROC.glob("[0-9]*") if mark in _environment(path) and _alive(path)]
+        return [int(path.name) for path in PROC.glob("[0-9]*") if mark in _environment(path) and alive(path.name)]
 
     def left(self) -> list[str]:
         """What is still there, in words."""
@@ -78,10 +80,3 @@ def _environment(process: Path) -> bytes:
         return (process / "environ").read_bytes()
     except OSError:  # somebody else's, or gone
         return b""
-
-
-def _alive(process: Path) -> bool:
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
