@@ -75,8 +75,8 @@ class Zygote:
 
     def close(self):
         """End it. Its children have connections of their own."""
-        self._connection.close()
         self._process.kill()
+        self._connection.close()
         self._process.wait()
 
 
