@@ -7,7 +7,7 @@
 #   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint, format,
 #                  types and the Ascend tests
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
-# While you work: bash ci/test.sh -m "not slow" touches every feature in a third of the time.
+# While you work: bash ci/test.sh -m "not slow" leaves out what takes long and rarely breaks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
