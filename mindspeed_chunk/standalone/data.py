@@ -22,11 +22,11 @@ def standard_library():
     """The .py files of the standard library as (relative path, Path), sorted by the former."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        top = relative.parts[0].removesuffix(".py")
-        if top in sys.stdlib_module_names and top not in _NOT_EVERYWHERE and not _TESTS.intersection(relative.parts):
-            files.append((relative.as_posix(), path))
+    for name in sys.stdlib_module_names - _NOT_EVERYWHERE:  # by name: site-packages, beside them, may hold far more
+        for path in (*root.glob(f"{name}.py"), *(root / name).rglob("*.py")):
+            relative = path.relative_to(root)
+            if not _TESTS.intersection(relative.parts):
+                files.append((relative.as_posix(), path))
     return sorted(files)
 
 

@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mindspeed_chunk.tools.link import limited_link
 
@@ -21,6 +21,19 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks: by `launch`, or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port that the system gives to nobody who asks for any, while a rank can still listen on it by its number.
+
+    A port that was only looked up may be another process's before the first rank listens; the others then wait there.
+    Linux lets two sockets have one port if both set SO_REUSEADDR, as torch's store does, and no more than one listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def launch(
@@ -42,8 +55,8 @@ def launch(
     """
     places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
     places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
-    with places as found:
-        processes = _start(module, arguments, found, environment or {})
+    with places as found, reserved_port() as port:
+        processes = _start(module, arguments, found, {"MASTER_PORT": str(port), **(environment or {})})
         try:
             return _wait(processes)
         finally:
@@ -59,12 +72,8 @@ def _start(
     places: list[tuple[list[str], dict[str, str]]],
     environment: Mapping[str, str],
 ) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "WORLD_SIZE": str(len(places)),
         "OMP_NUM_THREADS": "1",
         **environment,

@@ -5,10 +5,11 @@ first, so that what versions share is written once. There is no `__init__.py` in
 and come together from all folders.
 """
 
+import faulthandler
 import json
 import os
 import runpy
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import yaml
 
-from launcher import NOT_HANDED_ON, POLL_S, Fresh, first_environment, zygote
+from launcher import DUMP_S, NOT_HANDED_ON, POLL_S, Fresh, first_environment, zygote
+from mindspeed_chunk.tools.ranks import reserved_port
 from zygote import stop
 
 HERE = Path(__file__).resolve().parent
@@ -125,11 +127,9 @@ def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=
     """
     script = str(find(flavour, "mindspeed_mm.fsdp.train.trainer", *before))
     words = [script, str(config), *arguments]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     fork = fork and environment(flavour, **extra) | NOT_COMPARED == first_environment() | NOT_COMPARED
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, open(os.devnull) as nothing:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, open(os.devnull) as nothing, reserved_port() as port:
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         outputs = [[Path(folder, f"{rank}.{which}") for which in ("stdout", "stderr")] for rank in range(ranks)]
         started = []
         try:
@@ -142,7 +142,8 @@ def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=
                     else:
                         variables, command = environment(flavour, *before, **place), [sys.executable, *through, *words]
                         started.append(Fresh(command, env=variables, start_new_session=True, **streams))
-            _wait(started, timeout)
+            if not _wait(started, timeout):
+                raise TimeoutError(f"still running after {timeout} s:\n{_dump(started, outputs)}")
         finally:
             codes = stop(started)
         texts = [[path.read_text() for path in paths] for paths in outputs]
@@ -155,15 +156,26 @@ def _fork(rank, words, path, variables, streams):
 
 
 def _wait(processes, timeout):
+    """Whether all have ended in time."""
     end = time.monotonic() + timeout
     while not all(process.ended() for process in processes):
         if time.monotonic() > end:
-            raise TimeoutError(f"still running after {timeout} s")
+            return False
         time.sleep(POLL_S)
+    return True
+
+
+def _dump(processes, outputs):
+    """What the ranks have written, and where those that run are."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(DUMP_S)
+    return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for paths in outputs for path in paths)
 
 
 def run_script(words):
     """What an interpreter does with a script and its arguments."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.argv = words
     sys.path.insert(0, os.path.dirname(words[0]))
     try:
