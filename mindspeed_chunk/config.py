@@ -205,8 +205,9 @@ def _ours(cls, mapping, path, must_be_known):
         raise ConfigError.about(path, mapping, "must be a mapping", f"write for example {path}.{names[0]}")
     for key, value in mapping.items():
         if key not in names and must_be_known(key):
-            nearest = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            raise ConfigError.about(f"{path}.{key}", value, "unknown key", f"the nearest one is {nearest}")
+            near = difflib.get_close_matches(str(key), names, n=1)
+            way_out = f"the nearest one is {near[0]}" if near else f"known are {', '.join(names)}"
+            raise ConfigError.about(f"{path}.{key}", value, "unknown key", way_out)
     return {key: value for key, value in mapping.items() if key in names}
 
 

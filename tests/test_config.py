@@ -118,6 +118,13 @@ def test_unknown_key_names_the_nearest(key, nearest):
     assert str(error.value) == f"plan.{key}: 2: unknown key; the nearest one is {nearest}"
 
 
+def test_an_unknown_key_that_is_near_to_none_is_told_all():
+    with pytest.raises(ConfigError) as error:
+        ChunkMoEConfig.from_mapping({"moe_z": 2}, path="plan")
+    names = ", ".join(field.name for field in dataclasses.fields(ChunkMoEConfig))
+    assert str(error.value) == f"plan.moe_z: 2: unknown key; known are {names}"
+
+
 @pytest.mark.parametrize("mapping", [None, [], "moe_num_chunks", 4])
 def test_what_is_not_a_mapping(mapping):
     with pytest.raises(ConfigError, match=r"^parallel\.ep_plan: .*: must be a mapping; "):
