@@ -141,7 +141,10 @@ def test_host_with_a_chunkmoe_of_its_own(host):
     assert report["autoload"]["on"]
     if report["device"] == "cpu":
         assert any("MINDSPEED_CHUNK_DEVICE=cpu" in reason for reason in report["reasons"])
-    assert any("MINDSPEED_MM_HOME only" in note for note in report["notes"])
+    assert "mindspeed_mm is found by MINDSPEED_MM_HOME only: " in "\n".join(report["reasons"]), (
+        "a run would not find it"
+    )
+    assert "only: " not in "\n".join(diagnose(**variables, path=[host])["reasons"])
 
     report = diagnose(**variables, MINDSPEED_CHUNK_DISPATCHER="host")
     assert report["chunkmoe"]["runs"] == "the host's"
@@ -361,7 +364,7 @@ def test_requirements_not_met(monkeypatch):
 )
 def test_real_host():
     homes = {name: os.environ[name] for name in host_probe.HOMES.values()}
-    report = diagnose(**homes, MINDSPEED_CHUNK_DEVICE="cpu")
+    report = diagnose(path=homes.values(), **homes, MINDSPEED_CHUNK_DEVICE="cpu")
     assert report["ok"], report["reasons"]
     assert report["host"]["generation"] != "unknown"
     assert report["host"]["all_reduce_wrapper"] == "in its source"

@@ -74,6 +74,8 @@ SEEDS = {
     "skip unread": ("skip-unread-unused", f"{MOE}.chunk_moe_skip_unread", "acts in the recompute",
                     [add(CHUNKS, "    chunk_moe_skip_unread: true"), ("  recompute: true", "  recompute: false")]),
     "few rows": ("few-rows", f"{MOE}.moe_num_chunks", "at most 96 rows", [(CHUNKS, "moe_num_chunks: 8")]),
+    "a size as a number": ("empty-chunks", f"{MOE}.moe_num_chunks", "more chunks than the 2048 tokens",
+                           [(CHUNKS, "moe_num_chunks: 100000")]),
     "few rows by size": ("few-rows", f"{MOE}.moe_chunk_size", "at most 24 rows", [(CHUNKS, "moe_chunk_size: 64")]),
     "chunk size": ("chunk-size-collective", f"{MOE}.moe_chunk_size", "one more collective",
                    [(CHUNKS, "moe_chunk_size: 512")]),

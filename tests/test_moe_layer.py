@@ -1,6 +1,7 @@
 """The layer on one rank against the reference: values, gradients, dtypes, frozen inputs, autocast, checkpointing."""
 
 import itertools
+import logging
 
 import pytest
 import torch
@@ -249,3 +250,17 @@ def test_router_gradients_of_bf16_rows_are_summed_in_fp32():
     left, right = torch.rand(2, 50, 333, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = (left.double() * right.double()).sum(-1)
     assert ((_row_dot(left, right) - exact).abs() / exact).max() < 1e-6
+
+
+def test_more_chunks_than_tokens_is_told_once_and_only_in_training(caplog):
+    def told(tokens, grad=True):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "mindspeed_chunk"), torch.set_grad_enabled(grad):
+            Layer(Case(chunks=4, tokens=(tokens,))).fast(dispatcher)
+        return [record.getMessage() for record in caplog.records]
+
+    dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=4))
+    assert told(4) == told(0) == told(3, grad=False) == []
+    (line,) = told(3)
+    assert "moe_num_chunks: 4: more chunks than the 3 tokens of a call" in line
+    assert told(2) == []

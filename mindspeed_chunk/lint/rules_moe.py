@@ -129,13 +129,20 @@ def few_rows(subject: Subject) -> Iterator[Problem]:
         return
     count = config.moe_num_chunks or (-(-most // config.moe_chunk_size) if config.moe_chunk_size else 1)
     rows = most * k * ep // (count * experts)
-    if count > 1 and rows < MIN_ROWS:
+    if 1 < count <= most and rows < MIN_ROWS:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
         rule = (
             f"at most {rows} rows an expert and chunk, T K / (N L) = {most} x {k} / ({count} x {experts // ep}); "
             f"below {MIN_ROWS} matmuls lose efficiency"
         )
         yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer, larger chunks"))
+
+
+def empty_chunks(subject: Subject) -> Iterator[Problem]:
+    count, most = _read(subject)[0].moe_num_chunks, tokens(subject)
+    if asked(subject) and most and count > most:
+        rule = f"more chunks than the {most} tokens of a call; each costs its collectives"
+        yield Problem(ConfigError.about(CHUNKS, count, rule, "use 2 to 8, or moe_chunk_size for a number of tokens"))
 
 
 def allgather(subject: Subject) -> Iterator[Problem]:
@@ -168,6 +175,8 @@ RULES = (
          "beyond 1 is one more.", two_chunks),
     Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node, or than the devices whose links "
          "are as fast (`--devices-per-node`).", node),
+    Rule("empty-chunks", WARNING, "`moe_num_chunks` is larger than the number of tokens of a call. Needs `cutoff_len`.",
+         empty_chunks),
     Rule("skip-unread-unused", WARNING, "`chunk_moe_skip_unread` without recompute.", unread),
     Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows an expert and chunk. Rows are T x K / (N x L), as in "
          "[performance](performance.md#when-not-to-chunk): T tokens of a call at the most (the smaller of "

@@ -75,7 +75,9 @@ def check_covered(inner: Inner, blocks: Sequence[str]) -> None:
         others = read_patterns(texts or (), names)
         missing = [pattern.text for pattern in patterns if texts is not None and not covered(pattern, others)]
         if missing:
-            raise ConfigError.about(BLOCKS, missing, f"must be in {names}, too", f"add them to {names}")
+            raise ConfigError.about(
+                BLOCKS, missing, f"must be in {names}, too", f"correct the name, or add it to {names}"
+            )
 
 
 def check_memory(inner: Inner) -> None:

@@ -67,6 +67,7 @@ class ChunkMoEDispatcher(Dispatcher):
         # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
         self._rerouted: torch.Tensor | None = None
         self._times_rerouted = 0
+        self._told_of_empty_chunks = False
 
     def __getstate__(self) -> dict:
         """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
@@ -97,6 +98,17 @@ class ChunkMoEDispatcher(Dispatcher):
         route_TK, changed = reroute(route_TK, kept_TK)
         self._rerouted = changed if self._rerouted is None else self._rerouted + changed
         return route_TK
+
+    def _warn_of_empty_chunks(self, num_tokens: int) -> None:
+        """Each chunk has its collectives, whatever is in it, so that a number too large looks like a hang."""
+        if not self._told_of_empty_chunks and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._told_of_empty_chunks = True
+            logger.warning(
+                "mindspeed_chunk: parallel.ep_plan.moe_num_chunks: %d: more chunks than the %d tokens of a call; each "
+                "costs its collectives; use 2 to 8, or moe_chunk_size for a number of tokens",
+                self.config.moe_num_chunks,
+                num_tokens,
+            )
 
     def _warn_of_reroutes(self, rerouted: dict[int, int]) -> None:
         """Told at the first, second, fourth, eighth, ... time: near ties fall the other way in many a step."""
@@ -133,6 +145,8 @@ class ChunkMoEDispatcher(Dispatcher):
         else:
             cut = Cut(num_tokens, self._num_chunks.slices)
         tokens = cut.slices
+        if not by_size and 0 < num_tokens < self.config.moe_num_chunks and torch.is_grad_enabled():
+            self._warn_of_empty_chunks(num_tokens)
         if error:
             route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
             counts = torch.zeros(num_counts(len(tokens), num_experts), dtype=torch.int64, device=device)

@@ -46,7 +46,7 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         )
     if chosen == "npu":
         npu_ops.require()
-    if name == "auto" and chosen not in _told:
+    if name == "auto" and chosen not in _told and _logger.isEnabledFor(logging.INFO):  # the host sets its level late
         _told.add(chosen)
         _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)
     return importlib.import_module(f"{__name__}.{chosen}")

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 
 import mindspeed_chunk
@@ -30,7 +32,15 @@ def main() -> int:
     # imported when it is asked for: the benchmark needs torch
     module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]
-    return module.main()
+    try:
+        code = module.main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from mindspeed_chunk.tools.bench_cases import Case, CaseError
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
-from mindspeed_chunk.tools.ranks import is_rank, launch
+from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 
 _WARM_UP = 2  # rounds
 _OVERHEAD_CASES = "rolling:1,rolling:4"
@@ -38,6 +38,7 @@ _OVERHEAD_CALLS = 20  # a repeat
 
 
 def main() -> int:
+    end_with_launcher()
     parser = _parser()
     options = parser.parse_args()
     if is_rank():

@@ -148,8 +148,6 @@ def _notes(report: dict) -> list[str]:
         home = os.environ.get(variable)
         if home and place.get("by") != variable:
             notes.append(f"{variable}: {home}: has no folder {package}")
-        if place.get("by") == variable and not place["on_path"]:
-            notes.append(f"{package} is found by {variable} only; a run needs it installed, or on PYTHONPATH")
     if report["host"] and variables["NON_MEGATRON"] != "true":
         notes.append("NON_MEGATRON is not true here; the stock FSDP2 scripts set it, and so did this check")
     return notes
@@ -173,6 +171,8 @@ def _reasons(report: dict, probed: dict) -> list[str]:
     if host is not None and not host["folders"]:
         reasons.append(_no_host())
     for package, place in probed.get("places", {}).items():
+        if place["folders"] and not place["on_path"]:
+            reasons.append(f"{package} is found by {place['by']} only: install it, or put {place['by']} on PYTHONPATH")
         if place["folders"] and not place["has_fsdp"]:
             reasons.append(f"{package} at {place['folders'][0]}: no {package}.fsdp in it: {_PLACEHOLDER}")
     device, backends = report["device"], report["backends"]
@@ -194,7 +194,8 @@ def _no_host() -> str:
         return f"{text} (there is a checkout in this folder: pip install -e . in it, or put it on PYTHONPATH)"
     if environment.version_of("mindspeed-mm"):
         return f"{text} (the installed mindspeed-mm is {_PLACEHOLDER})"
-    return text
+    homes = " and ".join(host_probe.HOMES.values())
+    return f"{text}; for MindSpeed-MM, install it, or name checkouts by {homes}, and put them on PYTHONPATH"
 
 
 def _why_not_loaded(autoload: dict, variables: dict[str, str | None]) -> str:

@@ -42,6 +42,7 @@ def limited_link(rate: str, ranks: int = 2) -> Iterator[list[tuple[list[str], di
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         raise LinkError("--link needs root, ip and tc (Debian package iproute2); without it the link is not limited")
     bits_per_second(rate)
+    _sweep()
     tag = f"mc{os.getpid()}"
     names = [f"{tag}n{rank}" for rank in range(ranks)]
     hub = f"{tag}hub"
@@ -74,6 +75,14 @@ def bits_per_second(rate: str) -> float:
     if match is None:
         raise LinkError(f"--link {rate}: must be a number and one of {', '.join(_UNITS)}, such as 1gbit")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def _sweep() -> None:
+    """Delete the namespaces of processes that were killed before they could."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name, process in re.findall(r"^(mc(\d+)(?:n\d+|hub))\b", listed, re.MULTILINE):
+        if not os.path.exists(f"/proc/{process}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _join_two(names: list[str]) -> list[tuple[str, str]]:

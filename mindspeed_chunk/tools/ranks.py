@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 from mindspeed_chunk.tools.link import limited_link
 
@@ -16,11 +19,22 @@ _GRACE_S = 10.0
 _POLL_S = 0.05
 # in a namespace, torch warns once a connection that an address has no name
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+_LAUNCHER = "MINDSPEED_CHUNK_LAUNCHER"  # its process id, for the ranks
+_PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks: by `launch`, or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def end_with_launcher() -> None:
+    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # gone before it was asked for
+            os._exit(1)
 
 
 @contextmanager
@@ -41,7 +55,8 @@ def launch(
 ) -> int:
     """Run `python -m module *arguments` on every rank and wait for all of them.
 
-    When a rank fails, the others get some seconds to end by themselves; then they are ended.
+    When a rank fails, the others get some seconds to end by themselves; then they are ended. So are all when this
+    process is told to end; when it is killed, those of a module that calls `end_with_launcher` end, too.
 
     Args:
         rate: of the link between the ranks, or None for this machine's own.
@@ -55,7 +70,7 @@ def launch(
     """
     places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
     places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
-    with places as found, reserved_port() as port:
+    with _told_to_end(), places as found, reserved_port() as port:
         processes = _start(module, arguments, found, {"MASTER_PORT": str(port), **(environment or {})})
         try:
             return _wait(processes)
@@ -64,6 +79,21 @@ def launch(
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """A request to end leaves the block by an exception, as Ctrl-C does, and so takes down what it has set up."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _start(
@@ -76,6 +106,7 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "WORLD_SIZE": str(len(places)),
         "OMP_NUM_THREADS": "1",
+        _LAUNCHER: str(os.getpid()),
         **environment,
     }
     processes = []
