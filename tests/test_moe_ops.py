@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import itertools
+import logging
 import re
 
 import pytest
@@ -160,3 +161,12 @@ def test_products_in_sending_order_are_the_products_put_in_that_order(counts):
     strided = torch.full((len(rows), 9), float("nan"))
     cpu.grouped_mm_back(rows, weight, groups, out=strided[:, :6])
     assert torch.equal(strided[:, :6], expected) and strided[:, 6:].isnan().all()
+
+
+def test_the_chosen_back_end_is_told_once_and_not_before_anybody_can_read_it(caplog, monkeypatch):
+    """The host checks its settings, and with them the back end, before it sets the level of its log."""
+    monkeypatch.setattr(ops, "_told", set())
+    for level in (logging.WARNING, logging.INFO, logging.INFO):
+        with caplog.at_level(level, ops.__name__):
+            ops.resolve("auto", torch.device("cpu"))
+    assert [record.getMessage() for record in caplog.records] == ["Chunk MoE: back end cpu, chosen by the device"]
