@@ -95,10 +95,19 @@ def test_version_and_help_import_no_torch():
         subprocess.run([sys.executable, "-c", code.format(option)], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_wrong_command():
-    answer = run("docter")
+@pytest.mark.parametrize(
+    "words, told", [(["docter"], "'docter'"), (["--foo"], "--foo"), ([], "give a command: doctor, ")]
+)
+def test_wrong_command(words, told):
+    answer = run(*words)
     assert answer.returncode == 2
-    assert "docter" in answer.stderr
+    assert told in answer.stderr and answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    words = f"{sys.executable} -m mindspeed_chunk.tools lint --markdown | head -n 1"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 def test_bench_is_a_command():

@@ -292,6 +292,7 @@ def test_the_command_prints_a_plan_and_json(tmp_path):
         (("--model", "35b", *FEW, "--precision", "int4"), "--precision: 'int4'"),
         (("--model", "35b", *FEW, "--precision", "fp32"), "--precision: 'fp32': h100 has no matrix unit"),
         (("--model", "35b", *FEW, "--imbalance", "0.5"), "--imbalance: 0.5"),
+        (("--model", "35b", *FEW, "--imbalance", "inf"), "--imbalance: inf"),
         (("--model", "35b", *FEW, "--sequence", "7", "--global-batch", "1"), "no layout of 2 ranks"),
         (("--model", TINY, *FEW, "--html", "/no/such/folder/plan.html"), "--html"),
     ],

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mindspeed_chunk.config import SCHEDULES
 from mindspeed_chunk.planner.device import load_device
 from mindspeed_chunk.planner.model import load_model
 from mindspeed_chunk.planner.page import page
@@ -70,7 +71,7 @@ def test_charts_are_there(pages):
     elements = Elements(pages["35b"]).found
     bars = [a for tag, a in elements if tag == "svg" and a["class"] == "bar"]
     assert len(bars) >= 2 * 3 and all(a["aria-label"] for a in bars)  # memory and time of three layouts at least
-    assert sum(tag == "polyline" for tag, _ in elements) == 2  # rolling and pair
+    assert sum(tag == "polyline" for tag, _ in elements) == len(SCHEDULES)
     assert "Nothing fits" in pages["397b"]
 
 

@@ -178,10 +178,13 @@ def test_command_writes_its_files(tmp_path):
         (("--case", "rolling"), "--case 'rolling': must be rolling or pair"),
         (("--calls", "0"), "--calls: must be at least 1"),
         (("--out", "no/such/folder/x"), "there is no folder no/such/folder"),
+        (("--out", "./"), "--out ./: is a folder"),
+        (("--calls", "few"), "argument --calls: invalid int value: 'few'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["trace", *SIZES, *words])
     with pytest.raises(SystemExit) as ended:
         trace.main()
-    assert ended.value.code != 0 and told in capsys.readouterr().err
+    told_here = capsys.readouterr().err
+    assert ended.value.code == 2 and told in told_here and told_here.count("\n") == 1

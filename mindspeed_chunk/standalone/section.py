@@ -68,6 +68,8 @@ def integer(minimum):
     def convert(value):
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"must be an integer >= {minimum}")
+        if value >= 2**63:
+            raise ValueError("must be below 2^63")
         return value
 
     return convert

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import mindspeed_chunk
+from mindspeed_chunk.tools.parser import Parser
 
 COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
@@ -19,16 +20,17 @@ COMMANDS = {
 
 def main() -> int:
     listing = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mindspeed-chunk",
         usage="mindspeed-chunk [--version] COMMAND [OPTIONS]",
         epilog=f"commands:\n{listing}\n\nmindspeed-chunk COMMAND --help tells a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mindspeed_chunk {mindspeed_chunk.__version__}")
-    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=COMMANDS, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.command is None:
+        parser.error(f"give a command: {', '.join(COMMANDS)}")
     # imported when it is asked for: the benchmark needs torch
     module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]

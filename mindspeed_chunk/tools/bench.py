@@ -29,6 +29,7 @@ from mindspeed_chunk.tools.bench_cases import Case, CaseError
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
+from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 
 _WARM_UP = 2  # rounds
@@ -58,17 +59,11 @@ def main() -> int:
         environment = bench_host.ENVIRONMENT if bench_cases.uses_host(names) else {}
         return launch("mindspeed_chunk.tools.bench", sys.argv[1:], options.ranks, options.link, environment)
     except (CaseError, bench_host.HostError, LinkError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        parser.error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mindspeed-chunk bench",
-        description=__doc__,
-        epilog=bench_cases.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="mindspeed-chunk bench", description=__doc__, epilog=bench_cases.__doc__)
     parser.add_argument("--cases", metavar="CASE,...", help="see below; default: baselines and a short selection")
     add_layer_options(parser)
     parser.add_argument("--repeats", type=int, default=15, help="rounds that are timed, at least 3 (default: 15)")
@@ -98,6 +93,20 @@ def _problem(options: argparse.Namespace) -> str | None:
         return "--png: there is nothing to draw of --overhead"
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png: needs matplotlib: pip install 'mindspeed_chunk[tools]'"
+    if options.png and not options.png.endswith(".png"):
+        return f"--png {options.png}: must end in .png"
+    return next((problem for name in ("json", "png") if (problem := _unwritable(name, getattr(options, name)))), None)
+
+
+def _unwritable(name: str, path: str | None) -> str | None:
+    """What is wrong with a file to write: better known before the times are taken."""
+    if path is None:
+        return None
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"--{name} {path}: there is no folder {folder}"
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        return f"--{name} {path}: cannot be written"
     return None
 
 

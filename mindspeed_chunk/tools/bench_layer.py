@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -107,7 +108,9 @@ def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
     try:
         power = 0.0 if kind == "balanced" else float(exponent or 1)
     except ValueError:
-        raise ValueError(f"{options.routing!r}: the exponent must be a number") from None
+        power = math.nan
+    if not math.isfinite(power):
+        raise ValueError(f"{options.routing!r}: the exponent must be a number")
     place_E = torch.randperm(options.experts, generator=torch.Generator().manual_seed(_POPULARITY_SEED))
     chance_E = (1.0 + place_E.double()) ** -power
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -260,4 +263,7 @@ class Layer:
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
     if got.shape != want.shape:
         return float("inf")
-    return ((got - want).abs().max() / want.abs().max()).item()
+    difference, largest = (got - want).abs().max().item(), want.abs().max().item()
+    if difference == 0:  # of zeros, too, as the gradients of experts without rows are
+        return 0.0
+    return difference / largest if largest else float("inf")

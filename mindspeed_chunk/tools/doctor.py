@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mindspeed_chunk
 from mindspeed_chunk.tools import environment, host_probe
+from mindspeed_chunk.tools.parser import Parser
 
 _TIMEOUT = 600  # seconds; a host on a network drive imports slowly
 _PLACEHOLDER = "a placeholder of a package index, or a version without FSDP2; uninstall it and install a checkout"
@@ -36,7 +37,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mindspeed-chunk doctor", description=__doc__)
+    parser = Parser(prog="mindspeed-chunk doctor", description=__doc__)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="one JSON object instead of the screen")
     forms.add_argument(

@@ -10,13 +10,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from mindspeed_chunk import lint
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint import report, rules_batch
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import Subject
+from mindspeed_chunk.tools.parser import Parser
 
 _BESIDE = ""  # --fix without a name
 UNREADABLE = 2
@@ -37,17 +37,8 @@ def main() -> int:
         return UNREADABLE
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(UNREADABLE, f"error: {' '.join(message.split())}; {self.prog} --help tells the options\n")
-
-
 def _options() -> argparse.Namespace:
-    parser = _Parser(
-        prog="mindspeed-chunk lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mindspeed-chunk lint", description=__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
     parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; more can be checked")
     parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mindspeed_chunk.planner.page import page
 from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job, check_job
+from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.tools.plan_tables import print_report
 
 _SAMPLES_PER_RANK = 4
@@ -45,10 +47,8 @@ def main() -> int:
     return 0 if report["recommendation"]["fits"] else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mindspeed-chunk plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="mindspeed-chunk plan", description=__doc__)
     parser.add_argument("--model", required=True, help=f"a folder with a config.json, or one of {', '.join(BUILT_IN)}")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--devices-per-node", type=int, required=True)
@@ -80,7 +80,12 @@ def _parser() -> argparse.ArgumentParser:
 def _job(options: argparse.Namespace) -> Job:
     for name, least in (("nodes", 1), ("devices_per_node", 1), ("sequence", 1), ("chunk_loss", 0)):
         _check(name, getattr(options, name), getattr(options, name) >= least, f"must be at least {least}")
-    _check("imbalance", options.imbalance, options.imbalance >= 1, "must be at least 1: the busiest over the mean")
+    _check(
+        "imbalance",
+        options.imbalance,
+        1 <= options.imbalance < math.inf,
+        "must be at least 1: the busiest over the mean",
+    )
     _check("reserve", options.reserve, 0 <= options.reserve < 1, "must be at least 0 and below 1")
     if options.precision not in RECIPES:
         raise ConfigError.about("--precision", options.precision, f"must be one of {', '.join(RECIPES)}", "choose one")

@@ -29,8 +29,13 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way."""
+    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way.
+
+    Ctrl-C reaches both, and is left to that process.
+    """
     launcher = os.environ.get(_LAUNCHER)
+    if launcher:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # gone before it was asked for

@@ -27,6 +27,7 @@ from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import wide_console
 from mindspeed_chunk.tools.link import LinkError
+from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 from mindspeed_chunk.tools.trace_record import Record, summarise
 
@@ -47,14 +48,11 @@ def main() -> int:
     try:
         return launch("mindspeed_chunk.tools.trace", sys.argv[1:], options.ranks, options.link)
     except LinkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        parser.error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mindspeed-chunk trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="mindspeed-chunk trace", description=__doc__)
     parser.add_argument("--case", default="rolling:4", help="schedule:N[:mode], as in bench (default: rolling:4)")
     parser.add_argument("--out", default="trace", metavar="PREFIX", help="of the files' names (default: trace)")
     parser.add_argument("--calls", type=int, default=5, help="recorded, of which one is shown (default: 5)")
@@ -70,6 +68,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"--{error}"
     if options.calls < 1:
         return "--calls: must be at least 1"
+    if options.out.endswith("/") or Path(options.out).is_dir():
+        return f"--out {options.out}: is a folder; add the beginning of the files' names"
     folder = Path(options.out).parent
     return None if folder.is_dir() else f"--out {options.out}: there is no folder {folder}"
 
