@@ -74,6 +74,20 @@ def test_no_rank_of_a_killed_command_goes_on(command, tmp_path):
         wait_for(lambda: not watched.running())
 
 
+def test_ctrl_c_is_answered_by_the_command_alone(tmp_path):
+    """The whole group gets it; nobody tells of it, and nobody is left."""
+    with Watched() as watched:
+        words = [sys.executable, "-m", "mindspeed_chunk.tools", "bench", "--repeats", "1000000", *SMALL]
+        launcher = subprocess.Popen(
+            words, stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, **watched.environment},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        wait_for(lambda: len(watched.running()) == 3)
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.communicate(timeout=30)[1] == b"" and launcher.returncode == 128 + signal.SIGINT
+        assert not watched.running()
+
+
 def test_a_link_takes_down_what_a_killed_command_left():
     try:
         with link.limited_link("1gbit"):

@@ -29,13 +29,8 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way.
-
-    Ctrl-C reaches both, and is left to that process.
-    """
+    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way."""
     launcher = os.environ.get(_LAUNCHER)
-    if launcher:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # gone before it was asked for
@@ -115,10 +110,14 @@ def _start(
         **environment,
     }
     processes = []
-    for rank, (prefix, extra) in enumerate(places):
-        command = [*prefix, sys.executable, "-m", module, *arguments]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(subprocess.Popen(command, env={**_QUIET, **os.environ, **shared, **own, **extra}))
+    answer = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ranks inherit: Ctrl-C is this process's to answer
+    try:
+        for rank, (prefix, extra) in enumerate(places):
+            command = [*prefix, sys.executable, "-m", module, *arguments]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env={**_QUIET, **os.environ, **shared, **own, **extra}))
+    finally:
+        signal.signal(signal.SIGINT, answer)
     return processes
 
 

@@ -83,6 +83,7 @@ def _rank_main(options: argparse.Namespace) -> int:
     except ValuesDiffer as error:
         if dist.get_rank() == 0:
             print(f"error: {error}; nothing is shown", file=sys.stderr)
+        destroy()
         return 1
     for _ in range(_WARM_UP):
         layer.run(case)
