@@ -49,16 +49,33 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
+def start_sleepers(folder, watched, *before):
+    """A process that has launched two ranks, which sleep by now."""
+    (folder / "sleeper.py").write_text(SLEEPER)
+    code = "import sys; from mindspeed_chunk.tools.ranks import launch; sys.exit(launch('sleeper', [], 2, None))"
+    environment = {**os.environ, **watched.environment, "PYTHONPATH": str(folder)}
+    launcher = subprocess.Popen([*before, sys.executable, "-c", code], cwd=folder, env=environment)
+    wait_for(lambda: len(list(folder.glob("ready*"))) == 2)
+    return launcher
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ranks_end_with_their_launcher(number, tmp_path):
-    (tmp_path / "sleeper.py").write_text(SLEEPER)
-    code = "import sys; from mindspeed_chunk.tools.ranks import launch; sys.exit(launch('sleeper', [], 2, None))"
     with Watched() as watched:
-        environment = {**os.environ, **watched.environment, "PYTHONPATH": str(tmp_path)}
-        launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
-        wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+        launcher = start_sleepers(tmp_path, watched)
         launcher.send_signal(number)
         assert launcher.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
+        wait_for(lambda: not watched.running(), 10)
+
+
+def test_a_launcher_under_nohup_goes_on(tmp_path):
+    with Watched() as watched:
+        launcher = start_sleepers(tmp_path, watched, "nohup")
+        launcher.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launcher.wait(1)
+        launcher.kill()
+        launcher.wait()
         wait_for(lambda: not watched.running(), 10)
 
 

@@ -88,7 +88,10 @@ def _told_to_end() -> Iterator[None]:
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {each: signal.signal(each, leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for each, handler in before.items():
+        if handler != signal.SIG_IGN:  # under nohup the run goes on
+            signal.signal(each, leave)
     try:
         yield
     finally:
