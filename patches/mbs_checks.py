@@ -38,8 +38,7 @@ def check(arguments: Any) -> None:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
     config = checks.read_config(features.get("chunkmbs_plan", {}))
-    for path in checks.NEIGHBOURS:
-        checks.check_neighbour(path, settings.value_at(features, path))
+    checks.check_chunk_layer(settings.value_at(features, checks.CHUNK_LAYER))
     checks.check_loss(settings.value_at(features, checks.LOSS))
     _count_rows(arguments.parallel)
     hooks = getattr(arguments.parallel.fsdp_plan, "hook_modules", None) or []

@@ -72,7 +72,7 @@ def test_no_samples_is_one_empty_micro_chunk():
 CUT_OR_WHOLE = [
     ((rand(B, S, 4), rand(B, S, 4)), (0, 0)),
     ((rand(1, S, 4), rand(1, S, 4)), (WHOLE, WHOLE)),
-    ({"cos": rand(B, S), "sin": rand(1, S), "none": None, "deep": [rand(B, 2)]},
+    ({"cos": rand(B, S), "sin": rand(1, S), "none": None, "deep": [rand(B, 2, S)]},
      {"cos": 0, "sin": WHOLE, "none": WHOLE, "deep": [0]}),
     (None, WHOLE),
     (torch.tensor(3.0), WHOLE),
@@ -81,7 +81,6 @@ CUT_OR_WHOLE = [
     ("sdpa", WHOLE),
     (rand(B, 1, S, S), 0),
     (rand(1, 1, S, S), WHOLE),
-    (torch.arange(B), 0),
 ]  # fmt: skip
 
 

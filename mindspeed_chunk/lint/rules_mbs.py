@@ -94,10 +94,14 @@ def loss(subject: Subject) -> Iterator[Problem]:
         yield from problems(checks.check_loss, subject.get(checks.LOSS, False), edits=[Set(checks.LOSS, False)])
 
 
+def packed(subject: Subject) -> Iterator[Problem]:
+    if asked(subject):
+        yield from problems(checks.check_named, _read(subject)[0].chunk_kwarg_names)
+
+
 def neighbours(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        for path in checks.NEIGHBOURS:
-            yield from problems(checks.check_neighbour, path, subject.get(path))
+        yield from problems(checks.check_chunk_layer, subject.get(checks.CHUNK_LAYER))
 
 
 def size(subject: Subject) -> Iterator[Problem]:
@@ -129,7 +133,10 @@ RULES = (
     Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside of a block of ChunkMBS are not gathered with it "
          "(`hook_modules`).", hooks),
     Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
-    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with.", neighbours),
+    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with "
+         "(`enable_chunk_layer`).", neighbours),
+    Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument that is packed by something other than "
+         "samples (`cu_seqlens`, `deepstack_visual_embeds`).", packed),
     Rule("chunk-mbs-memory", WARNING, "ChunkMBS without recompute or offload saves little memory.", memory),
     Rule("chunk-mbs-size", WARNING, "`chunk_mbs` is not smaller than `micro_batch_size`, so nothing is cut.", size),
     Rule("chunk-mbs-last-batch", WARNING, "ChunkMBS with `drop_last: false`: ranks may differ in their last batch.",

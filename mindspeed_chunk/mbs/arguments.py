@@ -9,8 +9,7 @@ import functools
 import inspect
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -19,14 +18,18 @@ import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from mindspeed_chunk.config import SHOWN_CHARS, ChunkMBSConfig
+from mindspeed_chunk.mbs.checks import PACKED, VISUAL_ROWS
 
 logger = logging.getLogger("mindspeed_chunk")
 
-# Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
-_PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
+# One row for each token of the batch, [B * S, ...], whatever the layout of the hidden states.
+_TOKEN_ROWS = ("block_residual",)
 # These have their batch in a place of their own, whatever the layout of the hidden states: [..., B, S], and none.
 _BATCH_DIM_OF = {"position_ids": -2}
 _NEVER_CUT = ("cache_position",)
+
+# How one tensor is cut: along which dimension, and how many of its rows belong to a sample.
+Place = tuple[int, int]
 
 
 class CannotCut(ValueError):
@@ -43,9 +46,9 @@ class Cut:
     """
 
     def __init__(
-        self, leaves: list[Any], spec: TreeSpec, dims: dict[int, int], hidden: int, batch_dim: int, size: int
+        self, leaves: list[Any], spec: TreeSpec, places: dict[int, Place], hidden: int, batch_dim: int, size: int
     ) -> None:
-        self._leaves, self._spec, self._dims, self._hidden = leaves, spec, dims, hidden
+        self._leaves, self._spec, self._places, self._hidden = leaves, spec, places, hidden
         shape = leaves[hidden].shape
         self.batch = batch = shape[batch_dim]
         self._size = size
@@ -53,7 +56,7 @@ class Cut:
         self.rows = {1, *accumulate(shape[batch_dim + 1 : -1], mul)}
         # in the backward, one buffer an argument takes up the gradients of its micro-chunks
         self._grads = {}
-        for position in dims:
+        for position in places:
             if leaves[position].requires_grad and torch.is_grad_enabled():
                 grads = self._grads[position] = _WholeGrad(leaves[position])
                 leaves[position] = _Source.apply(leaves[position], grads)
@@ -61,12 +64,12 @@ class Cut:
     def micro(self, c: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments by position and by name. What needs a gradient, and the hidden states, own their storage."""
         leaves, start, length = list(self._leaves), c * self._size, self.lengths[c]
-        for position, dim in self._dims.items():
-            whole = self._leaves[position]
+        for position, (dim, rows) in self._places.items():
+            whole, place = self._leaves[position], (dim, start * rows, length * rows)
             if position in self._grads:
-                leaves[position] = _Slice.apply(whole, self._grads[position], dim, start, length)
+                leaves[position] = _Slice.apply(whole, self._grads[position], *place)
             else:
-                part = whole.narrow(dim, start, length)
+                part = whole.narrow(*place)
                 leaves[position] = part.clone() if position == self._hidden else part
         return tree_unflatten(leaves, self._spec)
 
@@ -94,8 +97,8 @@ class Cutter:
         """Decide on every argument.
 
         Raises:
-            CannotCut: if there is no batch to be found, a named argument has another size, the batch is packed, or
-                `batch_dim` points at something else.
+            CannotCut: if there is no batch to be found, a named argument has another size, an argument is packed by
+                something other than samples or may be, or `batch_dim` points at something else.
         """
         with_paths, spec = tree_flatten_with_path((args, kwargs))
         roots = [self._root(path) for path, _ in with_paths]
@@ -107,16 +110,16 @@ class Cutter:
         size = self._config.chunk_mbs
         if batch <= size:
             return Cut(leaves, spec, {}, hidden, self._config.batch_dim, max(1, batch))
-        dims = {}
+        places = {}
         for position, (root, path, leaf) in enumerate(zip(roots, paths, leaves, strict=True)):
-            dim = self._dim(root, path, leaf, batch)
-            if dim is not None:
-                dims[position] = dim
+            place = self._place(root, path, leaf, leaves[hidden])
+            if place is not None:
+                places[position] = place
             if hasattr(leaf, "get_seq_length"):
                 leaves[position] = None  # empty, and every micro-chunk would append to it as if it were the next tokens
-        whole = [path for p, path in enumerate(paths) if p not in dims and isinstance(leaves[p], torch.Tensor)]
-        _tell(", ".join(paths[position] for position in dims), ", ".join(whole) or "none")
-        return Cut(leaves, spec, dims, hidden, self._config.batch_dim, size)
+        whole = [path for p, path in enumerate(paths) if p not in places and isinstance(leaves[p], torch.Tensor)]
+        _tell(", ".join(paths[position] for position in places), ", ".join(whole) or "none")
+        return Cut(leaves, spec, places, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
         """The tensor that says how large the batch is: the first named one, else the first of all."""
@@ -138,32 +141,78 @@ class Cutter:
                 f"batch has {' or '.join(map(str, sorted(known)))} samples; set it to {others[0]}"
             )
 
-    def _dim(self, root: str, path: str, leaf: Any, batch: int) -> int | None:
-        """The dimension to cut a leaf along, or None to pass it whole."""
-        if leaf is not None and _PACKED.search(root) or type(leaf).__name__ == "BlockMask":
-            raise CannotCut(
-                f"{path}: samples packed into one row cannot be cut into micro-chunks; use a batch of samples, or "
-                "leave ChunkMBS out (features.enable_chunk_mbs: false)"
-            )
-        if getattr(leaf, "get_seq_length", int)():
-            raise CannotCut(f"{path}: a cache that holds keys and values cannot be cut; set use_cache to false")
-        named = root in self._named
+    def _place(self, root: str, path: str, leaf: Any, hidden: torch.Tensor) -> Place | None:
+        """Where to cut a leaf, or None to pass it whole."""
+        self._check_packed(root, path, leaf)
         if not isinstance(leaf, torch.Tensor) or root in self._config.chunk_whole_names:
             return None
+        batch, named = hidden.shape[self._config.batch_dim], root in self._named
+        if root in _TOKEN_ROWS:
+            return self._token_rows(path, leaf, hidden)
         if not named and (not self._config.chunk_infer or root in _NEVER_CUT):
             return None
         dim = _BATCH_DIM_OF.get(root, self._config.batch_dim)
         dim = dim + leaf.dim() if dim < 0 else dim
+        fits = 0 <= dim < leaf.dim() and leaf.shape[dim] == batch
+        if not named and root not in _BATCH_DIM_OF and leaf is not hidden:
+            self._check_rows(path, leaf, hidden, fits)
+        if fits:
+            return dim, 1
         if not 0 <= dim < leaf.dim() or leaf.shape[dim] == 1:
             return None  # nothing to cut, or the same for every sample
-        if leaf.shape[dim] == batch:
-            return dim
         if named:
             raise CannotCut(
                 f"{path}: {list(leaf.shape)}: dimension {dim} must be the batch's {batch} samples, or 1; take it out "
-                "of features.chunkmbs_plan.chunk_arg_indexs and chunk_kwarg_names, or correct batch_dim"
+                "of chunk_arg_indexs or chunk_kwarg_names"
             )
         return None
+
+    def _check_packed(self, root: str, path: str, leaf: Any) -> None:
+        """Refuse what no cut along the batch can be right for, however many rows it has by chance."""
+        leave_out = "leave ChunkMBS out (features.enable_chunk_mbs: false)"
+        if leaf is not None and PACKED.search(root) or type(leaf).__name__ == "BlockMask":
+            raise CannotCut(
+                f"{path}: samples packed into one row cannot be cut into micro-chunks; use a batch of samples, or "
+                f"{leave_out}"
+            )
+        if leaf is not None and VISUAL_ROWS.search(root):
+            raise CannotCut(
+                f"{path}: rows of visual tokens, which belong to samples by a mask alone, cannot be cut into "
+                f"micro-chunks; {leave_out}"
+            )
+        if getattr(leaf, "get_seq_length", int)():
+            raise CannotCut(f"{path}: a cache that holds keys and values cannot be cut; set use_cache to false")
+        if isinstance(leaf, MutableMapping) and leaf and root not in self._config.chunk_whole_names:
+            raise CannotCut(
+                f"{path}: {type(leaf).__name__} with {', '.join(map(str, leaf))}: what one block leaves there for "
+                "others is that of its last micro-chunk; name it in chunk_whole_names if no block writes to it, or "
+                f"{leave_out}"
+            )
+
+    def _token_rows(self, path: str, leaf: torch.Tensor, hidden: torch.Tensor) -> Place:
+        batch, tokens = hidden.shape[self._config.batch_dim], hidden.shape[:-1].numel()
+        if self._config.batch_dim or leaf.dim() == 0 or leaf.shape[0] != tokens:
+            raise CannotCut(
+                f"{path}: {list(leaf.shape)}: must have one row for each of the {tokens} tokens, one sample behind the "
+                "other (batch_dim: 0); leave the module out of chunkmbs_plan.apply_modules"
+            )
+        return 0, tokens // batch
+
+    def _check_rows(self, path: str, leaf: torch.Tensor, hidden: torch.Tensor, fits: bool) -> None:
+        """Refuse a tensor that nothing names where its rows may be samples, or those of another pack.
+
+        A mask or an embedding of samples has the length of their sequences beside the batch. Rows as wide as the hidden
+        states are refused even if they are not as many as the samples: they may be next time.
+        """
+        between = [size for dim, size in enumerate(hidden.shape[:-1]) if dim != self._config.batch_dim]
+        others = [size for dim, size in enumerate(leaf.shape) if dim != self._config.batch_dim]
+        wide = leaf.dim() == 2 and leaf.is_floating_point() and leaf.shape[-1] == hidden.shape[-1]
+        if between and (wide or fits and not set(between) & set(others)):
+            raise CannotCut(
+                f"{path}: {list(leaf.shape)}: cannot tell whether its rows are the samples; name it in "
+                "chunkmbs_plan.chunk_kwarg_names if they are, in chunk_whole_names if every sample needs all of them, "
+                "or leave ChunkMBS out"
+            )
 
     def _root(self, path: tuple) -> str:
         """The name of the argument that a leaf belongs to."""

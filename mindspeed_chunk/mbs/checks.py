@@ -7,6 +7,7 @@ of arguments above all, is checked at the first one, and names of modules by `bl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
@@ -18,14 +19,13 @@ BLOCKS = f"{PLAN}.apply_modules"
 LOSS = "features.loss_cfg.router_aux_loss_offload"
 HOOKS = "parallel.fsdp_plan.hook_modules"
 
-_OFFLOAD_KIND = "features.activation_offload_plan.impl"
-# Features of MindSpeed-MM's newest master beside ChunkMBS.
-NEIGHBOURS = (
-    "features.recompute_plan.op_replay_scopes",
-    "features.recompute_plan.flatten_inputs",
-    _OFFLOAD_KIND,
-    "features.enable_chunk_layer",
-)
+# A layer of MindSpeed-MM's newest master that is cut along the sequence.
+CHUNK_LAYER = "features.enable_chunk_layer"
+
+# Names of arguments. Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
+PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
+# One row for each visual token of the batch: which sample has how many of them, another argument says.
+VISUAL_ROWS = re.compile(r"^deepstack_", re.IGNORECASE)
 
 # Modules that are recomputed or offloaded, by the key that turns it on; None where it is off.
 Inner = Mapping[str, Sequence[str] | None]
@@ -50,11 +50,19 @@ def read_config(plan: object) -> ChunkMBSConfig:
     return ChunkMBSConfig.from_mapping(plan, PLAN)
 
 
-def check_neighbour(path: str, value: object) -> None:
-    """Of one of `NEIGHBOURS`."""
-    if value if path != _OFFLOAD_KIND else value == "stash":
-        rule = "has not been tried with this plugin's ChunkMBS"
-        raise ConfigError.about(path, value, rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
+def check_chunk_layer(enabled: object) -> None:
+    if enabled:
+        rule = "cuts a layer along the sequence, which has not been tried with this plugin's ChunkMBS"
+        raise ConfigError.about(CHUNK_LAYER, enabled, rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
+
+
+def check_named(names: Sequence[str]) -> None:
+    """`names`: those of arguments that carry the batch."""
+    wrong = [name for name in names if PACKED.search(name) or VISUAL_ROWS.search(name)]
+    if wrong:
+        rule = "packed by something other than samples, and refused at the first call that has it"
+        way_out = "remove it, and ChunkMBS where the model passes it (features.enable_chunk_mbs: false)"
+        raise ConfigError.about(f"{PLAN}.chunk_kwarg_names", wrong, rule, way_out)
 
 
 def check_loss(router_aux_loss_offload: object) -> None:
