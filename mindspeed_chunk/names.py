@@ -62,6 +62,22 @@ def covered(pattern: Pattern, by: Sequence[Pattern]) -> bool:
     return all(any(other.matches(name) for other in by) for name in pattern.examples())
 
 
+def shares(region: Pattern, module: Pattern) -> bool:
+    """Whether a module of the one name can hold, be, or stand inside of, a module of the other.
+
+    As far as their examples tell; `*` in the second name stands for modules anywhere.
+    """
+
+    def holds(name: str, example: str) -> bool:
+        parts = example.split(".")
+        return any(module.matches(".".join((name, *parts[start:]))) for start in range(len(parts)))
+
+    return any(
+        any(prefixes(example, [region])) or any(prefixes(name, [module])) or holds(name, example)
+        for name, example in itertools.product(region.examples(), module.examples())
+    )
+
+
 def prefixes(name: str, patterns: Sequence[Pattern]) -> Iterator[int]:
     """How many segments of the name make a name that one of the patterns matches."""
     parts = name.split(".")

@@ -34,12 +34,13 @@ def use() -> None:
 
 
 def _replaying(original: Callable) -> Callable:
-    from mindspeed_chunk.moe.replay import replay_contexts
+    from mindspeed_chunk.moe.replay import replay_beside, replay_contexts
 
     @functools.wraps(original)
     def checkpoint(*args, use_reentrant=None, **kwargs):
         if use_reentrant is False:
-            kwargs.setdefault("context_fn", replay_contexts)
+            theirs = kwargs.get("context_fn")
+            kwargs["context_fn"] = replay_beside(theirs) if theirs else replay_contexts
         return original(*args, use_reentrant=use_reentrant, **kwargs)
 
     return checkpoint
@@ -49,7 +50,7 @@ PATCH = Patch(
     name="recompute",
     module="mindspeed_mm.fsdp.features.memory.recompute",
     target="checkpoint",
-    hosts="26.0.0, 26.1.0, master of 2026-08",
+    hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
     expects="torch.utils.checkpoint.checkpoint, called as a name of the module",
     why="a recompute that routes otherwise than its forward would give wrong gradients, or hang",
     until="the host takes a context_fn",

@@ -99,7 +99,10 @@ def _check_neighbours(arguments: Any) -> None:
     """Features that Chunk MoE does not work with, by the key that turns them on."""
     features, training = getattr(arguments, "features", None), arguments.training  # 26.0 has no features
     checks.check_ep_balance(getattr(features, "enable_ep_balance", False))
-    checks.check_op_replay(settings.value_at(settings.features(arguments), checks.OP_REPLAY))
+    named = settings.features(arguments)
+    if named.get("recompute"):
+        scopes = settings.value_at(named, checks.OP_REPLAY)
+        checks.check_op_replay(scopes, arguments.parallel.ep_plan.apply_modules)
     checks.check_quantisation(getattr(getattr(training, "quantization_plan", None), "recipe_name", None))
     lora: Any = getattr(training, "lora", None)
     if getattr(lora, "enable", False):

@@ -8,7 +8,7 @@ from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint import keys, report
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.lint.edits import Append, Remove, Rename, Set, apply
-from mindspeed_chunk.names import Pattern, covered, prefixes, read_patterns
+from mindspeed_chunk.names import Pattern, covered, prefixes, read_patterns, shares
 
 ANCHORS = """\
 base: &BASE
@@ -94,6 +94,37 @@ def test_wildcards():
     for wrong in ("a.{}", "a.{x}", "a.{3-1}", "a.{1}"):
         with pytest.raises(ConfigError, match="is no wildcard"):
             Pattern(wrong, "path")
+
+
+L = "model.layers"
+
+
+@pytest.mark.parametrize(
+    ("region", "module", "told"),
+    [
+        (f"{L}.{{*}}.mlp.experts", f"{L}.{{*}}.mlp.experts", True),
+        (f"{L}.{{*}}", f"{L}.{{*}}.mlp.experts", True),
+        ("model", f"{L}.{{*}}.mlp.experts", True),
+        (f"{L}.{{*}}.mlp", f"{L}.5.mlp.experts", True),
+        (f"{L}.5.mlp", f"{L}.{{*}}.mlp.experts", True),
+        (f"{L}.{{2-5}}", f"{L}.{{4-9}}.mlp.experts", True),
+        (f"{L}.{{*}}.mlp.experts.3", f"{L}.{{*}}.mlp.experts", True),
+        ("*mlp", f"{L}.{{*}}.mlp.experts", True),
+        (f"{L}.{{*}}.mlp", "*experts", True),
+        (f"{L}.7.mlp", "*.mlp.experts", True),
+        ("lm_head", "*.mlp.experts", True),  # for all that the names say
+        (f"{L}.{{*}}.self_attn", f"{L}.{{*}}.mlp.experts", False),
+        (f"{L}.{{*}}.mlp.gate", f"{L}.{{*}}.mlp.experts", False),
+        (f"{L}.{{*}}.mlp.expert", f"{L}.{{*}}.mlp.experts", False),
+        (f"{L}.{{2-3}}", f"{L}.{{4-9}}.mlp.experts", False),
+        ("model.visual.blocks.{*}", f"{L}.{{*}}.mlp.experts", False),
+        ("*.self_attn", f"{L}.{{*}}.mlp.experts", False),
+        ("lm_head", f"{L}.{{*}}.mlp.experts", False),
+    ],
+)
+def test_whether_a_region_can_have_to_do_with_modules_of_another_name(region, module, told):
+    one, other = (Pattern(text, "p") for text in (region, module))
+    assert shares(one, other) is told
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,18 @@ from mindspeed_chunk.lint.rules_keys import letters_apart
 
 MOE, MBS = "parallel.ep_plan", "features.chunkmbs_plan"
 CHUNKS, LAYERS = "moe_num_chunks: 4", "model.language_model.layers"
-DISPATCHER = "dispatcher: chunkmoe"
+DISPATCHER, REPLAY = "dispatcher: chunkmoe", "features.recompute_plan.op_replay_scopes"
 
 
 def add(where, *lines):
     """Further lines behind one that is there, as deep as they say."""
     return (where + "\n", "\n".join([where, *lines]) + "\n")
+
+
+def scopes(*names):
+    """A recompute plan's first lines: one scope of op replay for each of the names."""
+    lines = [f"      - {{name: each, apply_modules: ['{name}']}}" for name in names]
+    return "\n".join(["  recompute_plan:", "    op_replay_scopes:", *lines]) + "\n"
 
 
 # name: (rule, path, part of the line, changes)
@@ -34,8 +40,12 @@ SEEDS = {
                    [(DISPATCHER, "dispatcher: chunkmo")]),
     "EP balance": ("chunk-moe-neighbour", "features.enable_ep_balance", "use alltoall",
                    [("enable_ep_balance: false", "enable_ep_balance: true")]),
-    "op replay": ("chunk-moe-neighbour", "features.recompute_plan.op_replay_scopes", "use alltoall",
-                  [("  recompute_plan:\n", "  recompute_plan:\n    op_replay_scopes: [attention]\n")]),
+    "op replay": ("chunk-moe-neighbour", REPLAY, "use alltoall",
+                  [("  recompute_plan:\n", scopes(f"{LAYERS}.{{*}}.self_attn", f"{LAYERS}.{{0-3}}.mlp"))]),
+    "op replay without names": ("chunk-moe-neighbour", REPLAY, "must be a scope with apply_modules",
+                                [("  recompute_plan:\n", "  recompute_plan:\n    op_replay_scopes: [attention]\n")]),
+    "packed by name": ("chunk-mbs-packed", f"{MBS}.chunk_kwarg_names", "packed by something other than samples",
+                       [add("    chunk_mbs: 2", "    chunk_kwarg_names: [attention_mask, deepstack_visual_embeds]")]),
     "quantisation": ("chunk-moe-neighbour", "training.quantization_plan.recipe_name", "use alltoall",
                      [add("training:", "  quantization_plan: {recipe_name: mxfp8}")]),
     "LoRA": ("chunk-moe-neighbour", "training.lora.target_modules", "leave the experts out",
@@ -276,6 +286,15 @@ def test_a_fast_domain_larger_than_a_node_is_no_warning():
     text = spoilt(("expert_parallel_size: 2", "expert_parallel_size: 16"))
     found = lint.check(Document(text, str(EXAMPLE / "seeded.yaml")), 16, devices_per_node=16)
     assert "ep-crosses-nodes" not in {finding.rule for finding in found}
+
+
+def test_op_replay_of_attention_and_of_a_vision_tower_is_no_mistake():
+    """With activations that are stashed, as MindSpeed-MM's yamls for GLM-5.3 and MiniMax-M3 have it."""
+    text = spoilt(
+        ("  recompute_plan:\n", scopes(f"{LAYERS}.{{*}}.self_attn", "model.visual.blocks.{*}")),
+        ("  activation_offload_plan:\n", "  activation_offload_plan:\n    impl: stash\n"),
+    )
+    assert not find(text)
 
 
 def test_every_rule_has_a_seed():

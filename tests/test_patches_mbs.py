@@ -82,6 +82,27 @@ def test_trains_to_the_same_losses_with_recompute_and_offload_inside(folder, fla
     assert line.endswith("ChunkMBS cuts hidden_states, seq_mask; passed whole: none")
 
 
+@pytest.mark.parametrize("mbs", [True, False], ids=["ChunkMBS", "whole batches"])
+@pytest.mark.parametrize("dispatcher", ["plain", "chunkmoe"])
+def test_op_replay_and_stashed_activations_of_the_newest_host(folder, dispatcher, mbs):
+    """They act in the same checkpoints, on the router; flat arguments too."""
+    scopes = [{"name": "router", "apply_modules": ["layers.{*}.gate"], "cache_ops": ["aten.mm.default"]}]
+    inner = {"apply_modules": BLOCKS}
+    features = {
+        "enable_chunk_mbs": mbs,
+        "recompute": True,
+        "recompute_plan": {**inner, "flatten_inputs": True, "op_replay_scopes": scopes},
+        "enable_activation_offload": True,
+        "activation_offload_plan": {**inner, "impl": "stash"},
+    }
+    plan = CHUNKED if dispatcher == "chunkmoe" else None
+    finished = start(folder, "newest", plan, inner=[], features=features)
+    trained, told = losses(finished)
+    assert same(trained, whole(folder)) and len(set(trained)) == 3
+    assert told["ran"] == ["actstash", *(["alltoall"] if dispatcher == "plain" else []), "op_replay", "replayed"]
+    assert len(lines(finished, "ChunkMBS is on")) == mbs
+
+
 def test_allgather_of_a_host_that_counts_rows_itself(folder):
     trained, told = losses(start(folder, "master", {"dispatcher": "allgather"}))
     assert same(trained, whole(folder)) and told["ran"] == ["allgather"]
@@ -330,7 +351,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
         cases["offload"] = str(configured(tmp_path / "offload", flavour, features=OFFLOADED_TOO)), {}
         expected["offload"] = ["features.loss_cfg.router_aux_loss_offload: True: "]
         cases["layer"] = str(configured(tmp_path / "layer", flavour, features={"enable_chunk_layer": True})), {}
-        expected["layer"] = ["features.enable_chunk_layer: True: has not been tried", "MINDSPEED_CHUNK_MBS=host"]
+        expected["layer"] = ["features.enable_chunk_layer: True: cuts a layer along", "MINDSPEED_CHUNK_MBS=host"]
     for name, message in read_configs(flavour, cases, TIMEOUT_S)[0].items():
         if expected[name] is None:
             assert message is None, (name, message)

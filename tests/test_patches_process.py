@@ -201,13 +201,21 @@ WRONG = {
         ["parallel.expert_parallel_size: 1", "parallel.ep_plan.dispatcher"],
     ),
 }
+
+
+def replaying(*names, recompute=True):
+    """A recompute with a scope of op replay for each of the names."""
+    scopes = [{"apply_modules": [name]} for name in names]
+    return {"recompute": recompute, "recompute_plan": {"apply_modules": ["layers.{*}"], "op_replay_scopes": scopes}}
+
+
 SINCE_26_1 = {
     "balance": ({}, {"features": {"enable_ep_balance": True}}, {}, ["features.enable_ep_balance: True"]),
     "op replay": (
         {},
-        {"features": {"recompute_plan": {"op_replay_scopes": ["attention"]}}},
+        {"features": replaying("layers.{*}.gate", "layers.{0-1}")},
         {},
-        ["features.recompute_plan.op_replay_scopes: ['attention']"],
+        ["features.recompute_plan.op_replay_scopes: ['layers.{0-1}']: holds chunked layers (layers.{*}.experts)"],
     ),
     "quantised": (
         {},
@@ -236,6 +244,8 @@ RIGHT = {
     ),
     "LoRA off": ({}, {"training": {"lora": {**EXPERTS["training"]["lora"], "enable": False}}}, {}),
     "size 1": ({}, {"expert_parallel_size": 1}, {}),
+    "op replay elsewhere": ({}, {"features": replaying("layers.{*}.gate", "embed")}, {}),
+    "op replay without a recompute": ({}, {"features": replaying("layers.{*}", recompute=False)}, {}),
 }
 
 

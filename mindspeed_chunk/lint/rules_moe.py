@@ -85,7 +85,9 @@ def neighbours(subject: Subject) -> Iterator[Problem]:
     if not asked(subject):
         return
     yield from problems(checks.check_ep_balance, subject.get("features.enable_ep_balance", False))
-    yield from problems(checks.check_op_replay, subject.get(checks.OP_REPLAY))
+    if subject.get("features.recompute", False):
+        experts = subject.get(f"{PLAN}.apply_modules", [])
+        yield from problems(checks.check_op_replay, subject.get(checks.OP_REPLAY, []), experts)
     yield from problems(checks.check_quantisation, subject.get("training.quantization_plan.recipe_name"))
     if subject.get("training.lora.enable", False):
         yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))
@@ -162,8 +164,8 @@ def unread(subject: Subject) -> Iterator[Problem]:
 
 RULES = (
     Rule("chunk-moe-settings", ERROR, "A key of Chunk MoE is unknown, out of range, or contradicts another.", settings),
-    Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, quantised "
-         "grouped matmuls, LoRA on experts.", neighbours),
+    Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, op replay of "
+         "modules that hold experts, quantised grouped matmuls, LoRA on experts.", neighbours),
     Rule("experts-named", ERROR, "Expert parallelism or `chunkmoe` without the names of the experts.", experts_named),
     Rule("ep-size", ERROR, "`expert_parallel_size` does not divide the number of ranks (with `--world`) or of experts "
          "(with the model's config).", size),

@@ -7,9 +7,10 @@ here: the host's start, the embedded trainer and the command line call them alik
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.names import read_patterns, shares
 
 NAME = "chunkmoe"
 PLAN = "parallel.ep_plan"
@@ -63,10 +64,25 @@ def check_ep_balance(enabled: object) -> None:
         raise ConfigError.about("features.enable_ep_balance", True, rule, "use alltoall")
 
 
-def check_op_replay(scopes: object) -> None:
-    if scopes:
-        rule = "keeps results of single operations for a recompute, and a layer of chunkmoe is none"
-        raise ConfigError.about(OP_REPLAY, scopes, rule, "remove it, or use alltoall")
+def check_op_replay(scopes: object, experts: Sequence[str]) -> None:
+    """A recompute repeats a chunked layer with the plan of its forward, so not all of its operations again.
+
+    Args:
+        scopes: those of a recompute that is on.
+        experts: the names of the chunked layers.
+    """
+    if not scopes:
+        return
+    layers = read_patterns(experts, f"{PLAN}.apply_modules")
+    for scope in scopes if isinstance(scopes, list) else [scopes]:
+        names = scope.get("apply_modules") if isinstance(scope, Mapping) else None
+        if not isinstance(names, list):
+            raise ConfigError.about(OP_REPLAY, scope, "must be a scope with apply_modules", "give it a list of modules")
+        wrong = [each.text for each in read_patterns(names, OP_REPLAY) if any(shares(each, one) for one in layers)]
+        if wrong:
+            layers_told = ", ".join(experts)
+            rule = f"holds chunked layers ({layers_told}), whose recompute runs other operations than their forward"
+            raise ConfigError.about(OP_REPLAY, wrong, rule, "name modules without them, or use alltoall")
 
 
 def check_quantisation(recipe: object) -> None:

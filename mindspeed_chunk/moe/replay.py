@@ -14,6 +14,8 @@ T tokens here, K experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,9 @@ from typing import Any
 import torch
 
 from mindspeed_chunk.moe.readers import Readers
+
+# What `torch.utils.checkpoint` takes as `context_fn`: makes a context for the forward, and one for its recomputes.
+Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 @dataclass
@@ -81,6 +86,36 @@ def replay_contexts() -> tuple[_Context, _Context]:
     """The `context_fn` of a non-reentrant `torch.utils.checkpoint.checkpoint`: for its forward, for its recomputes."""
     tape = _Tape()
     return _Context(tape, replaying=False), _Context(tape, replaying=True)
+
+
+class _Both:
+    """Two contexts as one, the second inside of the first; entered as often as they can be."""
+
+    def __init__(self, *contexts: AbstractContextManager) -> None:
+        self._contexts = contexts
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def replay_beside(context_fn: Contexts) -> Contexts:
+    """`replay_contexts` for a checkpoint that has a `context_fn` already: both work.
+
+    Ours stand inside: what they enter while the layers run is left first.
+    """
+
+    def contexts() -> tuple[_Both, _Both]:
+        forward, recompute = (_Both(*both) for both in zip(context_fn(), replay_contexts(), strict=True))
+        return forward, recompute
+
+    return contexts
 
 
 def recall() -> Recalled | None:

@@ -57,14 +57,21 @@ def one_raises(rank, world_size):
     run(stumble(block, 3) if rank == 1 else block)
 
 
-def other_routing_on_recompute(rank, world_size):
-    """The host's recompute of a block; rank 0 routes a token to the other rank, then swaps two, and that is undone."""
-    start("master")
+def other_routing_on_recompute(rank, world_size, flavour="master", replay=False):
+    """The host's recompute of a block; rank 0 routes a token to the other rank, then swaps two, and that is undone.
+
+    replay: the newest host's op replay acts on the router in the same recompute.
+    """
+    start(flavour)
+    from mindspeed_mm import lookalike
     from mindspeed_mm.fsdp.features.memory.recompute import recompute_wrapper
 
     told = []
     for change in ("none", "another rank", "swapped"):
-        block, calls = build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)), []
+        block, calls, contexts = build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)), [], ()
+        if replay:
+            contexts = (op_replay_contexts(block, "gate"),)
+        lookalike.ran.clear()
 
         def layer(x, change=change, calls=calls, block=block):
             index = (torch.arange(x.shape[0])[:, None] + torch.arange(3)) % E
@@ -79,12 +86,23 @@ def other_routing_on_recompute(rank, world_size):
 
         x = torch.randn(9, H, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(rank))
         with observe() as events:
-            recompute_wrapper(layer, False)(x).sum().backward()
+            recompute_wrapper(layer, False, *contexts)(x).sum().backward()
             gathers = sum(event.kind == "all_gather" and event.name == "plan" for event in events)
             layer(x.detach()).sum().backward()
         rerouted = [event.detail["by_rank"] for event in events if event.kind == "rerouted"]
-        told.append((block.experts.down_proj.grad.norm().item(), gathers, rerouted, len(calls)))
+        gradients = [each.grad.norm().item() for each in (block.experts.down_proj, block.gate.weight)]
+        told.append((sum(gradients), gathers, rerouted, len(calls), lookalike.ran.count("replayed")))
     return told
+
+
+def op_replay_contexts(block, *names):
+    from mindspeed_mm.fsdp.features.memory.op_replay import build_op_replay_context_fn
+    from mindspeed_mm.fsdp.features.memory.swap_manager import SwapManager
+    from mindspeed_mm.fsdp.params.feature_args import OpReplayScopeConfig
+
+    return build_op_replay_context_fn(
+        block, [OpReplayScopeConfig(apply_modules=list(names))], False, SwapManager(None).get_cache("op_replay")
+    )
 
 
 def mcore(rank, world_size):
