@@ -164,8 +164,8 @@ class ChunkMBSConfig:
     chunk_arg_indexs, chunk_kwarg_names: arguments that carry the batch, by position and by name: tensors, or tuples and
         dictionaries of them, with the batch's size or 1 on `batch_dim`. The first says how large the batch is.
     chunk_whole_names: arguments that are passed whole although a dimension of theirs has the batch's size.
-    chunk_infer: cut other tensors, too, that have the batch's size on `batch_dim` and the sequences' length beside it. Of
-        rows that may be samples by chance alone, the first call says that they must be named.
+    chunk_infer: cut other tensors, too, that have the batch's size on `batch_dim` and the sequences' length beside it.
+        Of rows that may be samples by chance alone, the first call says that they must be named.
 
     Raises ConfigError for a value of the wrong type or out of range.
     """

@@ -12,9 +12,7 @@ from .op_replay import build_op_replay_context_fn
 def recompute_modules(model, plan, op_cache=None):
     context_fn = build_op_replay_context_fn(model, plan.op_replay_scopes, plan.use_reentrant, op_cache)
     for _, module in get_recompute_modules(model, plan.apply_modules):
-        module.forward = recompute_wrapper(
-            module.forward, plan.use_reentrant, context_fn, plan.flatten_inputs, module
-        )
+        module.forward = recompute_wrapper(module.forward, plan.use_reentrant, context_fn, plan.flatten_inputs, module)
     return model
 
 
