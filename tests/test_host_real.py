@@ -4,6 +4,7 @@ Runs where MINDSPEED_HOME and MINDSPEED_MM_HOME name checkouts, in an environmen
 see the example's requirements-host.txt). `-s` shows the figures.
 """
 
+import json
 import os
 import re
 import shutil
@@ -95,6 +96,29 @@ def test_four_ranks_two_of_them_expert_parallel(host):
         "data.dataset_param.basic_parameters.cutoff_len": 32,
     }
     assert_same_training(host, "4 ranks, EP=2", N4, common, ranks=4)
+
+
+@pytest.fixture(scope="module")
+def all_linear(tmp_path_factory):
+    """The example's model with linear attention in every layer: on a CPU the host's Ulysses knows no other."""
+    folder = tmp_path_factory.mktemp("linear")
+    config = json.loads((EXAMPLE / "tiny" / "config.json").read_text())
+    config["text_config"]["layer_types"] = ["linear_attention"] * config["text_config"]["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return {
+        "model.model_name_or_path": str(folder),
+        "data.dataset_param.preprocess_parameters.model_name_or_path": str(folder),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequences_split_by_ulysses_and_experts_by_ep(host, all_linear, ranks):
+    """The same two ranks share a sequence and exchange the rows of its tokens."""
+    ulysses = {**all_linear, "parallel.ulysses_parallel_size": 2, "training.micro_batch_size": 2}
+    assert_same_training(host, f"{ranks} ranks, Ulysses 2, EP 2", N4, ulysses, ranks=ranks, steps=8)
+    whole = host.train({**ulysses, **ALLTOALL, "parallel.ulysses_parallel_size": 1}, ranks=ranks, steps=1)
+    split = host.train({**ulysses, **ALLTOALL}, ranks=ranks, steps=8)
+    assert whole.losses[0] != split.losses[0], "every rank trained on sequences of its own"
 
 
 def test_with_the_hosts_chunk_mbs_and_offload(host):

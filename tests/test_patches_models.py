@@ -25,6 +25,12 @@ def master_faults():
     return run_ranks(faults.master_faults, 2, timeout=TIMEOUT_S)
 
 
+@functools.cache
+def native(host_chosen):
+    environment = {"MINDSPEED_CHUNK_DISPATCHER": "host" if host_chosen else None}
+    return run_ranks(faults.native, 2, timeout=TIMEOUT_S, env=environment)
+
+
 def worst(errors):
     return {case: max(error.values()) for case, error in errors.items()}
 
@@ -111,14 +117,29 @@ def test_forced_balance_is_honoured():
 
 @pytest.mark.parametrize("host_chosen", [False, True], ids=["ours", "host's"])
 def test_newest_host_has_a_chunkmoe_of_its_own_and_one_switch_chooses(host_chosen):
-    environment = {"MINDSPEED_CHUNK_DISPATCHER": "host" if host_chosen else None}
-    for told in run_ranks(faults.native, 2, timeout=TIMEOUT_S, env=environment):
+    for told in native(host_chosen):
         generic, (ran, events, error) = told["generic"], told["qwen3_5_moe"]
         assert generic[0] == ran == (["native chunkmoe"] if host_chosen else [])
         assert told["untouched"] is host_chosen
         assert (events == 0) is host_chosen
         # the host's own takes no notice of padding, ours does
         assert (error <= TOLERANCE) is not host_chosen
+
+
+@pytest.mark.parametrize("host_chosen", [False, True], ids=["ours", "host's"])
+def test_families_that_the_hosts_own_chunkmoe_does_not_know_run_with_ours(host_chosen):
+    for told in native(host_chosen):
+        for kind, name in (("glm5_next", "Glm5Next"), ("kimi_k3", "Kimi-K3")):
+            if host_chosen:
+                assert told[kind] == f"NotImplementedError: EP dispatcher chunkmoe is not implemented for {name} MoE."
+            else:
+                assert told[kind].keys() == {"out", "x", "gate", "fc1", "fc2"}
+
+
+def test_rows_of_tokens_that_kimi_k3_hands_on_are_cut_and_joined_with_the_batch():
+    for told in run_ranks(faults.kimi_layers, 2, timeout=TIMEOUT_S):
+        assert max(told["alltoall"], told["chunkmoe"]) <= TOLERANCE, told
+        assert told["micro-chunks, alltoall"] == told["micro-chunks, chunkmoe"] == 3 * 3
 
 
 def test_mcore_path_keeps_its_own_key_and_group():

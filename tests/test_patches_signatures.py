@@ -27,7 +27,7 @@ SHORTER = {
     "ep_allgather_forward",
 }
 COMPLETE = "EPPlanConfig"  # has every field of the host, no fewer
-HELPERS = re.compile(r"^_|\.(__init__|activation|dispatchers|call|without_ranks)$")
+HELPERS = re.compile(r"^_|\.(__init__|activation|dispatchers|call|route|layout|without_ranks)$")
 
 
 def home():

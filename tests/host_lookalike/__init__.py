@@ -37,7 +37,7 @@ KINDS = {
     "26.0": ("qwen3_5_moe", "generic"),
     "26.1": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2"),
     "master": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2", "kimi_k3"),
-    "newest": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2", "kimi_k3"),
+    "newest": ("qwen3_5_moe", "generic", "mimov2_5", "wan2_2", "kimi_k3", "glm5_next"),
 }
 # which flavours bring a `chunkmoe` of their own, and which know padded tokens
 OWN_CHUNKMOE = ("newest",)

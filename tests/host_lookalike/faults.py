@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from host_lookalike.ranks import E, H, attempt, build, direct_arguments, plan, run, start
+from host_lookalike.ranks import WIDTH, E, H, K, attempt, build, direct_arguments, ep_mesh, plan, run, start
 from layer import distance
-from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig
+from mindspeed_chunk.mbs.block import ChunkMBS
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.patches import remove
 
@@ -105,6 +106,40 @@ def op_replay_contexts(block, *names):
     )
 
 
+def kimi_layers(rank, world_size):
+    """Three decoder layers in micro-chunks, recomputed, their experts in chunks; against the batch and the alltoall."""
+    torch_parallelize, _ = start("newest")
+    from mindspeed_mm.fsdp.features.memory.recompute import recompute_wrapper
+    from mindspeed_mm.fsdp.models.kimi_k3.modeling_kimi_linear import KimiDecoderLayer
+
+    def results(dispatcher, chunk_mbs=None):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(KimiDecoderLayer(E, H, WIDTH, K, number) for number in range(3)).double()
+        experts = plan(dispatcher, ["{*}.block_sparse_moe.experts"])
+        torch_parallelize.expert_parallelize_modules(layers, ep_mesh(), experts)
+        chunk = ChunkMBS(ChunkMBSConfig(chunk_mbs=chunk_mbs or 1), batch_sizes=(5,), group=dist.group.WORLD)
+        for number, layer in enumerate(layers if chunk_mbs else ()):
+            own = layer.forward
+            layer.forward = chunk.wrap(f"layers.{number}", recompute_wrapper(own, False), own)
+        draw = torch.Generator().manual_seed(rank)
+        x = torch.randn(5, 7, H, generator=draw, dtype=torch.float64).requires_grad_()
+        hidden, mask, residual = x * 1, torch.rand(5, 7, generator=draw) > 0.2, x.new_zeros(35, 0, H)
+        for layer in layers:
+            hidden, residual = layer(hidden, attention_mask=mask, block_residual=residual)
+        (hidden.square().sum() + residual.sin().sum()).backward()
+        gradients = {name: each.grad for name, each in layers.named_parameters()}
+        gradients = {name: g.to_local() if hasattr(g, "to_local") else g for name, g in gradients.items()}
+        return {"out": hidden.detach(), "left": residual.detach(), "x": x.grad} | gradients
+
+    expected = results("alltoall")
+    told = {}
+    for dispatcher in ("alltoall", "chunkmoe"):
+        with observe() as events:
+            told[dispatcher] = max(distance(results(dispatcher, chunk_mbs=2), expected).values())
+        told[f"micro-chunks, {dispatcher}"] = sum(event.kind == "micro_chunk" for event in events)
+    return told
+
+
 def mcore(rank, world_size):
     """The path that binds the function at import, has its own key and its own group."""
     _, ep_dispatcher = start("master")
@@ -151,6 +186,8 @@ def native(rank, world_size):
         with observe() as events:
             results = run(build(kind, plan("chunkmoe", moe_num_chunks=2), skip_padding=True))
         told[kind] = lookalike.ran[:], len(events), max(distance(results, expected).values())
+    for kind in ("glm5_next", "kimi_k3"):
+        told[kind] = attempt(lambda kind=kind: run(build(kind, plan("chunkmoe", moe_num_chunks=2))))
     told["untouched"] = ep_dispatcher.ep_forward is original
     return told
 

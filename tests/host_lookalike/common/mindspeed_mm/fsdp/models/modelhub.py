@@ -14,6 +14,7 @@ BLOCKS = {
     "generic": ("mindspeed_mm.fsdp.models.generic", "GenericBlock"),
     "mimov2_5": ("mindspeed_mm.fsdp.models.mimov2_5.modeling_mimo_v2", "PatchMiMoV2MoE"),
     "wan2_2": ("mindspeed_mm.fsdp.models.wan2_2.modeling_wan2_2", "WanSparseMoEBlock"),
+    "glm5_next": ("mindspeed_mm.fsdp.models.glm5_next.modeling_glm5_next", "Glm5NextTextMoE"),
     "kimi_k3": ("mindspeed_mm.fsdp.models.kimi_k3.kimi_moe_patch", "PatchKimiSparseMoeBlock"),
 }
 
