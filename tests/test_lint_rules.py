@@ -4,9 +4,11 @@ import pytest
 
 from lint_cases import CLEAN, EXAMPLE, ROOT, WORLD, spoilt
 from mindspeed_chunk import lint
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint import report
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rules_keys import letters_apart
+from mindspeed_chunk.moe.checks import check_op_replay
 
 MOE, MBS = "parallel.ep_plan", "features.chunkmbs_plan"
 CHUNKS, LAYERS = "moe_num_chunks: 4", "model.language_model.layers"
@@ -295,6 +297,18 @@ def test_op_replay_of_attention_and_of_a_vision_tower_is_no_mistake():
         ("  activation_offload_plan:\n", "  activation_offload_plan:\n    impl: stash\n"),
     )
     assert not find(text)
+
+
+@pytest.mark.parametrize("scopes", [5, "attention", ["attention"], [{"apply_modules": "x"}], [{"apply_modules": [5]}]])
+def test_scopes_of_op_replay_that_are_none_are_one_line(scopes):
+    with pytest.raises(ConfigError, match=f"^{REPLAY}: .*: must be a scope with apply_modules; ") as error:
+        check_op_replay(scopes, ["layers.{*}"])
+    assert "\n" not in str(error.value)
+
+
+def test_no_scopes_of_op_replay_and_scopes_without_modules_are_fine():
+    for scopes in (None, [], [{}], [{"name": "x", "apply_modules": []}]):
+        check_op_replay(scopes, ["layers.{*}"])
 
 
 def test_every_rule_has_a_seed():

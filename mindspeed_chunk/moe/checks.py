@@ -75,8 +75,8 @@ def check_op_replay(scopes: object, experts: Sequence[str]) -> None:
         return
     layers = read_patterns(experts, f"{PLAN}.apply_modules")
     for scope in scopes if isinstance(scopes, list) else [scopes]:
-        names = scope.get("apply_modules") if isinstance(scope, Mapping) else None
-        if not isinstance(names, list):
+        names = scope.get("apply_modules", []) if isinstance(scope, Mapping) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ConfigError.about(OP_REPLAY, scope, "must be a scope with apply_modules", "give it a list of modules")
         wrong = [each.text for each in read_patterns(names, OP_REPLAY) if any(shares(each, one) for one in layers)]
         if wrong:
