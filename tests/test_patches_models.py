@@ -149,9 +149,10 @@ def test_a_rank_that_raises_in_a_chunk_is_told_first_and_nothing_hangs():
     assert first.state == "raised" and first.failed_at > second.failed_at
 
 
-def test_routing_that_changes_on_recompute_is_replayed_and_told():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_routing_that_changes_on_recompute_is_replayed_and_told(reentrant):
     """Another expert of the other rank, or two tokens that swap theirs: neither hangs, neither goes unnoticed."""
-    for none, other, swapped in run_ranks(faults.other_routing_on_recompute, 2, timeout=TIMEOUT_S):
+    for none, other, swapped in run_ranks(faults.other_routing_on_recompute, 2, reentrant, timeout=TIMEOUT_S):
         # one gather for the block, forward and recompute
         assert [told[1] for told in (none, other, swapped)] == [1, 1, 1]
         assert [told[2] for told in (none, other, swapped)] == [[], [{0: 3}], [{0: 6}]]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from mindspeed_chunk.moe.readers import Readers
+
+__all__ = ["replay_contexts", "replayed"]
 
 Result = TypeVar("Result")
 
@@ -82,14 +85,14 @@ class _Context:
         self.tape.entries.append(entry)
 
 
-def replay_contexts() -> tuple[_Context, _Context]:
+def replay_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The `context_fn` of a non-reentrant `torch.utils.checkpoint.checkpoint`: for its forward, for its recomputes."""
     tape = _Tape()
     return _Context(tape, replaying=False), _Context(tape, replaying=True)
 
 
 def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """What to give to a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`, for `function`.
+    """The function as a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`, must get it.
 
     Belongs to one checkpoint call: its first call is the forward, all others are recomputes.
     """
