@@ -63,10 +63,10 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """For a backward without a derivative: under `create_graph=True`, whoever differentiates its results gets an error.
+    """For a backward without a derivative: to differentiate its results raises an error.
 
-    torch's `once_differentiable` sees to that only where the incoming gradient has a derivative itself; behind a
-    constant one the second-order part would be missing without a word.
+    torch's `once_differentiable` does this only where the incoming gradient has a derivative itself. Behind a constant
+    one the second-order part would be missing in silence.
     """
 
     @functools.wraps(backward)
