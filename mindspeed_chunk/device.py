@@ -22,6 +22,23 @@ def accelerator(device: torch.device) -> ModuleType | None:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
+def generator_states(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """States of torch's default generators that code on the device may draw from: the CPU's, then the device's own.
+
+    They are on the host, an accelerator's too: its state is a seed and an offset.
+    """
+    own = accelerator(device)
+    return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own.get_rng_state(device))
+
+
+def set_generator_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """As `generator_states` returned them."""
+    torch.set_rng_state(states[0])
+    own = accelerator(device)
+    if own is not None:
+        own.set_rng_state(states[1], device)
+
+
 def host_buffer(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty tensor on the host, pinned if it is there to be copied to and from an accelerator."""
     return torch.empty(shape, dtype=dtype, pin_memory=accelerator(device) is not None)

@@ -26,7 +26,7 @@ def check(module: ModuleType) -> Undo:
 
 
 def use() -> None:
-    """From now on the host's non-reentrant checkpoints replay plans."""
+    """From now on the host's checkpoints replay plans."""
     with contextlib.suppress(ImportError):  # a host without it has nothing to replace
         importlib.import_module(PATCH.module)
     if _SEAM.owner is not None and not _SEAM.replaced:
@@ -34,14 +34,16 @@ def use() -> None:
 
 
 def _replaying(original: Callable) -> Callable:
-    from mindspeed_chunk.moe.replay import replay_beside, replay_contexts
+    from mindspeed_chunk.moe.replay import replay_beside, replay_contexts, replayed
 
     @functools.wraps(original)
-    def checkpoint(*args, use_reentrant=None, **kwargs):
+    def checkpoint(function, *args, use_reentrant=None, **kwargs):
         if use_reentrant is False:
             theirs = kwargs.get("context_fn")
             kwargs["context_fn"] = replay_beside(theirs) if theirs else replay_contexts
-        return original(*args, use_reentrant=use_reentrant, **kwargs)
+        else:
+            function = replayed(function)
+        return original(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     return checkpoint
 

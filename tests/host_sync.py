@@ -1,10 +1,10 @@
 """Finds where the host would wait for a device, on CPU tensors, where nothing ever waits.
 
 Inside of `no_host_sync()` every tensor counts as one on a device, but for those that `HostCopy.wait` gives back, those
-made without `device=`, and what is computed from them. Seen are questions to a device tensor (`.tolist()`, `.item()`,
-`bool()`), operations whose result's size depends on values (`nonzero`, boolean masks), copies of lists and host tensors
-to the device, and host tensors among the operands. Two modes look: one sees Python's calls, which on a CPU may never
-reach the dispatcher, the other what operations are made of.
+made without `device=`, states of generators, and what is computed from them. Seen are questions to a device tensor
+(`.tolist()`, `.item()`, `bool()`), operations whose result's size depends on values (`nonzero`, boolean masks), copies
+of lists and host tensors to the device, and host tensors among the operands. Two modes look: one sees Python's calls,
+which on a CPU may never reach the dispatcher, the other what operations are made of.
 """
 
 import weakref
@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.device import HostCopy, generator_states
+from mindspeed_chunk.moe import draws
 
 _QUESTIONS = frozenset(
     "tolist item numpy cpu __bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ __repr__ "
@@ -115,7 +116,13 @@ def no_host_sync():
         host.add(arrived)
         return arrived
 
-    with mock.patch.object(HostCopy, "wait", waited), _Asked(host), _Seen(host):
+    def states(device):
+        found = generator_states(device)
+        host.add(found)
+        return found
+
+    patched = mock.patch.object(HostCopy, "wait", waited), mock.patch.object(draws, "generator_states", states)
+    with patched[0], patched[1], _Asked(host), _Seen(host):
         yield
 
 

@@ -9,10 +9,12 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.reference import moe_reference, swiglu
+from mindspeed_chunk.moe.replay import replay_contexts, replayed
 
 # Relative to the largest value of what is compared. fp32 and fp64: sums in another order. bf16: 8 bits of mantissa, and
 # the reference, computed in fp32 from the same bf16 inputs, does not round between the matmuls: a few units in the last
@@ -197,6 +199,13 @@ class Layer:
             results["activation"] = torch.cat([p.grad.flatten() for p in self.activation.parameters()])
             self.activation.zero_grad(set_to_none=True)
         return results
+
+
+def recomputed(block, *inputs, reentrant=False, **options):
+    """The block's output under torch's checkpoint, with the routes of its forward replayed."""
+    if reentrant:
+        return checkpoint(replayed(block), *inputs, use_reentrant=True, **options)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=replay_contexts, **options)
 
 
 def distance(

@@ -126,6 +126,11 @@ def test_with_the_hosts_chunk_mbs_and_offload(host):
     assert_same_training(host, "the host's ChunkMBS, offload", N2, {**CHUNK_MBS, **OFFLOAD}, environ=own)
 
 
+def test_with_the_other_kind_of_recompute(host):
+    """`use_reentrant: true`: torch's checkpoint then takes no `context_fn`, and its forward runs without gradients."""
+    assert_same_training(host, "reentrant recompute", N2, {"features.recompute_plan.use_reentrant": True})
+
+
 def test_with_prefetch_chunk_loss_and_mtp(host):
     plan = {
         "parallel.fsdp_plan.num_to_forward_prefetch": 1,

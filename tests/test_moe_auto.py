@@ -7,10 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from launcher import run_ranks
-from layer import TOLERANCE, Case, Layer, distance
+from layer import TOLERANCE, Case, Layer, distance, recomputed
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe import auto
 from mindspeed_chunk.moe.auto import NumChunks, busiest_rows, received
@@ -130,20 +129,20 @@ def test_a_call_without_rows_or_without_a_backward_settles_nothing():
     assert dispatcher._num_chunks.settled in auto.CANDIDATES
 
 
-def first_call_under_a_plain_checkpoint(rank, world_size):
-    """Its recompute makes a plan of its own, for a number that is settled by then: the same chunks."""
+def first_call_under_a_checkpoint(rank, world_size):
+    """Its recompute keeps to the chunks that were chosen behind the forward's first counts."""
     layer, group = Layer(Case(tokens=(37, 24)), rank, world_size), dist.group.WORLD
     slow = device(2e8 if rank == 0 else 1e3)  # as if measured differently: the ranks still agree
     local = {"fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
     leaves = layer.leaves({"x": layer.x, "weight": layer.weight, **local})
     dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(chunk_moe_auto=True))
     with mock.patch.object(auto, "measure", lambda *_: slow):
-        out = checkpoint(lambda x: layer.call(dispatcher, {**leaves, "x": x}, group), leaves["x"], use_reentrant=False)
+        out = recomputed(lambda x: layer.call(dispatcher, {**leaves, "x": x}, group), leaves["x"])
         out.backward(layer.grad)
     worst = max(distance(layer._results(out, leaves), layer.reference(group)).values())
     return worst, dispatcher._num_chunks.settled
 
 
-def test_the_first_call_may_be_recomputed_with_a_plan_of_its_own_and_ranks_agree_whatever_they_measured():
-    (worst, chosen), (other_worst, other) = run_ranks(first_call_under_a_plain_checkpoint, 2)
+def test_the_first_call_may_be_recomputed_and_ranks_agree_whatever_they_measured():
+    (worst, chosen), (other_worst, other) = run_ranks(first_call_under_a_checkpoint, 2)
     assert max(worst, other_worst) <= TOLERANCE[torch.float64] and chosen == other > 1

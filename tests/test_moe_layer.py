@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from layer import Case, Layer, check, distance
+from layer import Case, Layer, check, distance, recomputed
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
+from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 F64 = Case()
@@ -180,7 +180,7 @@ def test_inside_a_checkpoint(reentrant):
         def call(x, layer=layer, leaves=leaves, dispatcher=dispatcher):
             return layer.call(dispatcher, {**leaves, "x": x})
 
-        out = checkpoint(call, leaves["x"], use_reentrant=reentrant)
+        out = recomputed(call, leaves["x"], reentrant=reentrant)
         out.backward(layer.grad)
         assert max(distance(layer._results(out, leaves), expected).values()) == 0
 
@@ -195,13 +195,28 @@ def test_backward_twice_with_a_retained_graph():
         assert all(map(torch.equal, first, second))
 
 
-def test_a_second_derivative_is_refused_clearly():
-    layer = Layer(Case(chunks=2))
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("name", ["x", "weight", "fc1", "fc2", "activation"])
+def test_a_second_derivative_is_refused_clearly(name, constant):
+    """Whether or not the incoming gradient has a derivative itself, and although another term has a second one."""
+    layer = Layer(Case(chunks=2, activation="module"))
     leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
     out = layer.call(ChunkMoEDispatcher(layer.case.config()), leaves)
-    (grad,) = torch.autograd.grad(out, leaves["x"], layer.grad.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    leaf = layer.activation.scale if name == "activation" else leaves[name]
+    outer = layer.grad.requires_grad_(not constant)
+    (grad,) = torch.autograd.grad((out * outer).sum() + leaf.pow(3).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        grad.pow(2).sum().backward()
+
+
+def test_the_plain_dispatcher_has_its_second_derivative():
+    layer = Layer(Case(tokens=(5,), hidden=4, intermediate=3, experts=4, top_k=2))
+
+    def function(x, weight, fc1, fc2):
+        return AllToAllDispatcher()(4, weight, layer.index, x, fc1, fc2)
+
+    inputs = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.fc1_EHF, layer.fc2_EIH)]
+    assert torch.autograd.gradgradcheck(function, inputs)
 
 
 def test_weight_gradients_of_bf16_are_summed_in_fp32():

@@ -1,5 +1,6 @@
 """A recompute runs with the forward's routes: nothing is gathered again, and a router that changed its mind is told."""
 
+import functools
 import itertools
 import logging
 
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from launcher import run_ranks
-from layer import Case, Layer, distance
-from mindspeed_chunk.config import KEEPS
+from layer import Case, Layer, distance, recomputed
+from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.moe.replay import replay_contexts, reroute
+from mindspeed_chunk.moe.replay import reroute
 from mindspeed_chunk.observe import observe
 
 
@@ -44,7 +45,7 @@ def changes(index, experts):
     return {"same": index, "turned": turned, "swapped": swapped, "other": other}
 
 
-def recomputed(rank, world_size, change, keep):
+def changed_mind(rank, world_size, change, keep):
     """Results of a layer under a checkpoint, its distance to the same without, and what was seen on the way."""
     case = Case(chunks=3, tokens=(6, 5), keep=keep)
     layer = Layer(case, rank, world_size)
@@ -63,7 +64,7 @@ def recomputed(rank, world_size, change, keep):
         if index_again is None:
             out = block(leaves["x"], leaves["weight"])
         else:
-            out = checkpoint(block, leaves["x"], leaves["weight"], use_reentrant=False, context_fn=replay_contexts)
+            out = recomputed(block, leaves["x"], leaves["weight"])
         out.backward(layer.grad)
         return layer._results(out, leaves)
 
@@ -85,15 +86,15 @@ def recomputed(rank, world_size, change, keep):
     return moved, unlike, counts, told, lines
 
 
-def recomputed_all(rank, world_size, combinations):
-    return [recomputed(rank, world_size, *combination) for combination in combinations]
+def changed_minds(rank, world_size, combinations):
+    return [changed_mind(rank, world_size, *combination) for combination in combinations]
 
 
 def test_a_router_that_changes_its_mind():
     # by how many choices; None: it depends on the tokens
     numbers = {"same": 0, "turned": 0, "swapped": None, "other": 1}
     combinations = list(itertools.product(numbers, KEEPS))
-    by_rank = run_ranks(recomputed_all, 2, combinations)
+    by_rank = run_ranks(changed_minds, 2, combinations)
     for rank, results in enumerate(by_rank):
         for (change, _), (moved, unlike, counts, told, lines) in zip(combinations, results, strict=True):
             number = numbers[change]
@@ -111,7 +112,87 @@ def test_a_router_that_changes_its_mind():
                 assert "the router chose other experts when its block was recomputed" in line
 
 
-def nested(rank, world_size):
+def against_the_reference(rank, world_size, combinations):
+    return [errors_of(rank, world_size, *combination) for combination in combinations]
+
+
+def errors_of(rank, world_size, change, keep, reentrant, dense_weights):
+    """Of the gradients under a checkpoint whose router changes its mind, to those of the routes that must be taken."""
+    case = Case(chunks=3, tokens=(6, 5), keep=keep, dense_weights=dense_weights)
+    layer, group = Layer(case, rank, world_size), dist.group.WORLD if world_size > 1 else None
+    dispatcher, first = ChunkMoEDispatcher(case.config()), layer.index
+    dense = torch.rand(len(layer.x), case.experts, dtype=case.dtype, generator=torch.Generator().manual_seed(rank))
+    again = changes(first, case.experts)[change]
+    local = {"fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
+    leaves = layer.leaves({"x": layer.x, "weight": dense, **local})
+    indices = iter((first, again))
+
+    def block(x, weight):
+        index = next(indices)
+        weight = weight if dense_weights else weight.gather(1, index)
+        return dispatcher(case.experts, weight, index, x, leaves["fc1"], leaves["fc2"], group)
+
+    recomputed(block, leaves["x"], leaves["weight"], reentrant=reentrant).backward(layer.grad)
+    got = {name: leaf.grad for name, leaf in leaves.items()}
+    # the forward's experts, each with the weight at its place in the recompute, or with its own
+    layer.index = first if dense_weights else reroute(again, first)[0]
+    layer.weight = dense if dense_weights else dense.gather(1, again)
+    want = layer.reference(group)
+    del want["out"]
+    if not dense_weights:
+        want["weight"] = torch.zeros_like(dense).scatter_add(1, again, want["weight"])
+    return distance(got, want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_those_of_the_forwards_routes(ranks):
+    """With both of torch's checkpoints, and router weights of both kinds."""
+    combinations = list(itertools.product(("same", "turned", "swapped", "other"), KEEPS, (False, True), (False, True)))
+    for errors in zip(combinations, *run_ranks(against_the_reference, ranks, combinations)):
+        assert max(max(of_rank.values()) for of_rank in errors[1:]) <= 1e-11, errors
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_without_replay_is_refused(reentrant):
+    layer = Layer(Case(chunks=2))
+    dispatcher = ChunkMoEDispatcher(layer.case.config())
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    out = checkpoint(lambda x: layer.call(dispatcher, {**leaves, "x": x}), leaves["x"], use_reentrant=reentrant)
+    with observe() as events, pytest.raises(RuntimeError, match="does not replay the routes of its forward"):
+        out.backward(layer.grad)
+    assert events == []
+
+
+def test_a_parameter_that_an_activation_hides_is_refused_in_a_reentrant_checkpoint_too():
+    """Its forward runs without gradients, and the recompute tries nothing."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    layer, dispatcher = Layer(Case(chunks=2)), ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2))
+    layer.activation = lambda fc1: fc1.chunk(2, -1)[0] * scale
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    with pytest.raises(ValueError, match="gradient would be lost"):
+        recomputed(lambda x: layer.call(dispatcher, {**leaves, "x": x}), leaves["x"], reentrant=True)
+
+
+def frozen_on_one(rank, world_size):
+    """What a rank says of gradients that it alone needs, where only the recompute shows it."""
+    layer = Layer(Case(chunks=2, frozen=("fc1", "fc2", "weight") if rank else ()), rank, world_size)
+    dispatcher = ChunkMoEDispatcher(layer.case.config())
+    local = {"fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, **local})
+    call = functools.partial(layer.call, dispatcher, group=dist.group.WORLD)
+    out = recomputed(lambda x: call({**leaves, "x": x}), leaves["x"], reentrant=True)
+    try:
+        out.backward(layer.grad)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_whose_needs_differ_in_a_reentrant_checkpoint_get_one_message():
+    for message in run_ranks(frozen_on_one, 2):
+        assert "needs a gradient of the router weights: True on rank 0, False on rank 1" in message
+
+
+def nested(rank, world_size, reentrant):
     """A checkpoint inside a checkpoint: each level replays."""
     case = Case(chunks=2)
     layer = Layer(case, rank, world_size)
@@ -124,10 +205,10 @@ def nested(rank, world_size):
         return layer.call(dispatcher, {**leaves, "x": x}, dist.group.WORLD).sin()
 
     def outer(x):
-        return checkpoint(inner, inner(x), use_reentrant=False, context_fn=replay_contexts)
+        return recomputed(inner, inner(x), reentrant=reentrant)
 
     with observe() as events:
-        out = checkpoint(outer, leaves["x"], use_reentrant=False, context_fn=replay_contexts)
+        out = recomputed(outer, leaves["x"], reentrant=reentrant)
         out.sum().backward()
     gathers = sum(event.kind == "all_gather" and event.name == "plan" for event in events)
     grads = {name: leaf.grad.clone() for name, leaf in leaves.items()}
@@ -137,8 +218,9 @@ def nested(rank, world_size):
     return gathers, distance(grads, {name: leaf.grad for name, leaf in leaves.items()})
 
 
-def test_checkpoints_in_checkpoints():
-    for gathers, errors in run_ranks(nested, 2):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_in_checkpoints(reentrant):
+    for gathers, errors in run_ranks(nested, 2, reentrant):
         assert gathers == 2
         assert max(errors.values()) <= 1e-12
 
@@ -152,9 +234,9 @@ def test_a_second_backward_and_evaluation_in_between():
     def block(x):
         return layer.call(dispatcher, {**leaves, "x": x})
 
-    first, second = (checkpoint(block, leaves["x"], use_reentrant=False, context_fn=replay_contexts) for _ in range(2))
+    first, second = (recomputed(block, leaves["x"]) for _ in range(2))
     with torch.no_grad():
-        checkpoint(block, leaves["x"] * 2, use_reentrant=False, context_fn=replay_contexts)
+        recomputed(block, leaves["x"] * 2)
     first.backward(layer.grad, retain_graph=True)
     once = leaves["x"].grad.clone()
     second.backward(layer.grad)
@@ -173,4 +255,4 @@ def test_another_number_of_calls_is_an_error():
         return out if len(calls) == 1 else layer.call(dispatcher, {**leaves, "x": out})
 
     with torch.utils.checkpoint.set_checkpoint_early_stop(False), pytest.raises(RuntimeError, match="more MoE layer"):
-        checkpoint(block, leaves["x"], use_reentrant=False, context_fn=replay_contexts).sum().backward()
+        recomputed(block, leaves["x"]).sum().backward()

@@ -171,21 +171,24 @@ def test_a_rank_that_raises_in_a_chunk_is_told_first_and_nothing_hangs():
 
 
 @functools.cache
-def rerouted(flavour, replay):
-    return run_ranks(faults.other_routing_on_recompute, 2, flavour, replay, timeout=TIMEOUT_S)
+def rerouted(*how):
+    return run_ranks(faults.other_routing_on_recompute, 2, *how, timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize(("flavour", "replay"), [("master", False), ("newest", False), ("newest", True)])
-def test_routing_that_changes_on_recompute_is_replayed_and_told(flavour, replay):
+@pytest.mark.parametrize(
+    ("flavour", "reentrant", "replay"),
+    [("master", False, False), ("master", True, False), ("newest", False, False), ("newest", False, True)],
+)
+def test_routing_that_changes_on_recompute_is_replayed_and_told(flavour, reentrant, replay):
     """Another expert of the other rank, or two tokens that swap theirs: neither hangs, neither goes unnoticed.
 
     Also where the host's checkpoint comes with contexts of its own: both act.
     """
-    for place, (none, other, swapped) in enumerate(rerouted(flavour, replay)):
+    for place, (none, other, swapped) in enumerate(rerouted(flavour, reentrant, replay)):
         # one gather for the block, forward and recompute
         assert [told[1] for told in (none, other, swapped)] == [1, 1, 1]
         assert [told[2] for told in (none, other, swapped)] == [[], [{0: 3}], [{0: 6}]]
         assert all(told[3] == 3 for told in (none, other, swapped))
         assert [told[4] for told in (none, other, swapped)] == [replay] * 3
-        expected = [told[0] for told in rerouted("master", False)[place]]
+        expected = [told[0] for told in rerouted("master", False, False)[place]]
         assert [told[0] for told in (none, other, swapped)] == pytest.approx(expected, rel=1e-12)

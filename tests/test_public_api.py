@@ -51,13 +51,15 @@ def test_imports_without_torch(module):
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (documents.ROOT / "docs" / "api.md").read_text("utf-8"), re.S | re.M)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["layer", "schedule"])
-def test_examples_of_the_document(code, capsys):
+def test_examples_of_the_document(capsys):
+    """In their order: each may use what those before it have made."""
+    layer, checkpoints, schedule = EXAMPLES
     made = {}
-    exec(code, made)
-    if "out" in made:
-        assert made["out"].shape == (made["T"], made["H"])
-        expected = moe_reference(*(made[name] for name in ("x", "experts", "weights", "fc1", "fc2")))
-        torch.testing.assert_close(made["out"], expected, rtol=1e-4, atol=1e-4)
-    else:
-        assert capsys.readouterr().out == "hides 75.0%  P0 D0 P1 D1 E0 C0 P2 D2 E1 C1 U0 P3 D3 E2 C2 U1 E3 C3 U2 U3\n"
+    exec(layer, made)
+    assert made["out"].shape == (made["T"], made["H"])
+    expected = moe_reference(*(made[name] for name in ("x", "experts", "weights", "fc1", "fc2")))
+    torch.testing.assert_close(made["out"], expected, rtol=1e-4, atol=1e-4)
+    exec(checkpoints, made)
+    assert torch.equal(made["y"], made["z"]) and made["x"].grad.shape == made["x"].shape
+    exec(schedule, made)
+    assert capsys.readouterr().out == "hides 75.0%  P0 D0 P1 D1 E0 C0 P2 D2 E1 C1 U0 P3 D3 E2 C2 U1 E3 C3 U2 U3\n"

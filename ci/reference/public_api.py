@@ -21,6 +21,7 @@ MODULES = (
     "mindspeed_chunk.moe.dispatcher",
     "mindspeed_chunk.moe.alltoall",
     "mindspeed_chunk.moe.reference",
+    "mindspeed_chunk.moe.replay",
     "mindspeed_chunk.moe.schedule",
     "mindspeed_chunk.planner",
 )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from mindspeed_chunk.moe.draws import Draws, generators_untouched
+
 Pullback = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -23,54 +25,76 @@ class SwiGLU:
     def __init__(self, ops: types.ModuleType, limit: float) -> None:
         self._ops, self._limit = ops, limit
 
-    def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
+    def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:
         return self._ops.swiglu(fc1_RF, self._limit)
 
     def differentiate(
-        self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor], *, reuse: bool
+        self, fc1_RF: torch.Tensor, chunk: int, totals: Sequence[torch.Tensor], *, reuse: bool
     ) -> tuple[torch.Tensor, Pullback]:
         """The output `[R, I]`, the caller's to change, and the function from its gradient (lost) to that of `fc1_RF`.
 
         Args:
             reuse: the gradient may take the place of `fc1_RF`.
         """
-        return self(fc1_RF), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit, reuse=reuse)
+        return self(fc1_RF, chunk), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit, reuse=reuse)
 
 
 class CustomActivation:
     """A caller's activation, row by row from `[R, F]` to `[R, I]`; called again in the backward to be differentiated.
 
-    It must give the same output for the same rows each time. It runs under the autocast state of the layer's call, in
-    the backward too, and is not called without rows.
+    It must give the same output for the same rows and random numbers each time. It runs under the autocast state of the
+    layer's call, in the backward too, and is not called without rows.
+
+    Args:
+        draws: the random numbers of this layer call.
+        recompute: the forward has filled `draws`, and this call repeats it.
     """
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], device_type: str, width_out: int) -> None:
-        self._function, self._device_type, self._width_out = function, device_type, width_out
-        self._autocast = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+        width_out: int,
+        draws: Draws,
+        *,
+        recompute: bool,
+    ) -> None:
+        self._function, self._device, self._width_out = function, device, width_out
+        self._draws, self._recompute = draws, recompute
+        self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """As they are now: FSDP2 may swap them for others between the forward and the backward."""
         return trainable_parameters(self._function)
 
-    def __call__(self, fc1_RF: torch.Tensor) -> torch.Tensor:
+    def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:
         if fc1_RF.shape[0] == 0:
             return fc1_RF.new_empty((0, self._width_out))
+        if not self._recompute:
+            with self._draws.noted(chunk):
+                return self._apply(fc1_RF)
+        with self._draws.again(chunk):
+            activated_RI = self._apply(fc1_RF)
+        self._draws.pass_over(chunk)
+        return activated_RI
+
+    def _apply(self, fc1_RF: torch.Tensor) -> torch.Tensor:
         enabled, dtype = self._autocast
         # no cache: it would hand a parameter's cast made here, without a graph, to the backward, which needs one
-        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             return self._function(fc1_RF).to(fc1_RF.dtype)
 
     def differentiate(
-        self, fc1_RF: torch.Tensor, totals: Sequence[torch.Tensor], *, reuse: bool
+        self, fc1_RF: torch.Tensor, chunk: int, totals: Sequence[torch.Tensor], *, reuse: bool
     ) -> tuple[torch.Tensor, Pullback]:
         """As `SwiGLU.differentiate`; the function also adds the gradients of `parameters` to `totals`."""
         if fc1_RF.shape[0] == 0:
-            return self(fc1_RF), lambda grad_RI: torch.empty_like(fc1_RF)
+            return self(fc1_RF, chunk), lambda grad_RI: torch.empty_like(fc1_RF)
         parameters = self.parameters
-        with torch.enable_grad():
+        with torch.enable_grad(), self._draws.again(chunk):
             leaf_RF = fc1_RF.detach().requires_grad_()
-            activated_RI = self(leaf_RF)
+            activated_RI = self._apply(leaf_RF)
 
         def pullback(grad_RI: torch.Tensor) -> torch.Tensor:
             grad_RF, *grads = torch.autograd.grad(activated_RI, (leaf_RF, *parameters), grad_RI, materialize_grads=True)
@@ -81,13 +105,16 @@ class CustomActivation:
         # a copy: it may be a view of `fc1_RF`, or what the pullback still needs
         return activated_RI.detach().clone(), pullback
 
-    def problem(self, probe_1F: torch.Tensor) -> str | None:
-        """What is wrong with the callable, found out with one row of zeros, or None. No checkpoint sees it."""
+    def problem(self, probe_1F: torch.Tensor, *, backward_follows: bool) -> str | None:
+        """What is wrong with the callable, found out with one row of zeros, or None.
+
+        No checkpoint sees it, and no generator is changed: a recompute does not try again.
+        """
         keep_to_itself = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         probe_1F = probe_1F.detach().requires_grad_()
         try:
-            with torch.enable_grad(), keep_to_itself:
-                out = self(probe_1F)
+            with torch.enable_grad(), keep_to_itself, generators_untouched(self._device):
+                out = self._apply(probe_1F)
         except Exception as error:  # a caller's code: whatever it raises here, the other ranks must hear of it
             return f"activation: it failed on one row of zeros: {type(error).__name__}: {' '.join(str(error).split())}"
         if out.shape != (1, self._width_out):
@@ -98,7 +125,7 @@ class CustomActivation:
         leaves = {id(leaf) for leaf in _leaves(out)}
         if id(probe_1F) not in leaves:
             return "activation: its output does not depend on its input through operations that can be differentiated"
-        if torch.is_grad_enabled() and leaves - {id(probe_1F), *map(id, self.parameters)}:
+        if backward_follows and leaves - {id(probe_1F), *map(id, self.parameters)}:
             return (
                 "activation: it uses a tensor that needs a gradient and is not a parameter of a module it belongs to: "
                 "the gradient would be lost; pass an nn.Module, or a method of one"
@@ -106,7 +133,7 @@ class CustomActivation:
         return None
 
 
-def trainable_parameters(function: Callable) -> tuple[nn.Parameter, ...]:
+def trainable_parameters(function: Callable | None) -> tuple[nn.Parameter, ...]:
     """Parameters that need a gradient, of a module, of the module a method is bound to, or of what a partial wraps."""
     if isinstance(function, functools.partial):
         return trainable_parameters(function.func)

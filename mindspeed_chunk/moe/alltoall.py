@@ -32,8 +32,9 @@ class AllToAllDispatcher(Dispatcher):
         if activation is None:
             activation = functools.partial(swiglu, limit=arguments.swiglu_limit)
         num_experts, group = arguments.num_experts, arguments.group
-        x_TH, weight_TK, pad_T = arguments.x_TH, arguments.weight_TK(), arguments.pad_T()
+        x_TH, pad_T = arguments.x_TH, arguments.pad_T()
         sort_TK = arguments.selected_experts.to(torch.int64)
+        weight_TK = arguments.weight_TK(sort_TK)
         if pad_T is not None:
             sort_TK = sort_TK.masked_fill(pad_T[:, None], num_experts)  # behind every expert, and not sent
         order_R = sort_TK.flatten().argsort(stable=True)
@@ -42,9 +43,9 @@ class AllToAllDispatcher(Dispatcher):
         order_R = order_R[: sum(sent)]
 
         token_R = order_R // sort_TK.shape[1]
-        arrived_RH = _Exchange.apply(x_TH[token_R].to(arguments.compute_dtype), sent, received, group)
+        arrived_RH = _Exchange.apply(x_TH[token_R].to(arguments.compute_dtype), sent, received, group, "forward")
         out_RH = self._experts(arrived_RH, counts_SL, arguments.fc1, arguments.fc2, activation)
-        back_RH = _Exchange.apply(out_RH, received, sent, group).to(weight_TK.dtype)
+        back_RH = _Exchange.apply(out_RH, received, sent, group, "forward").to(weight_TK.dtype)
         weighted_RH = back_RH * weight_TK.flatten()[order_R, None]
         out_TH = torch.zeros_like(x_TH, dtype=weight_TK.dtype).index_add(0, token_R, weighted_RH)
         return out_TH if pad_T is None else torch.where(pad_T[:, None], x_TH, out_TH.to(x_TH.dtype))
@@ -82,18 +83,16 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows, waited for at once; its gradient is the exchange the other way."""
 
     @staticmethod
-    def forward(ctx, rows, send_splits, recv_splits, group):
+    def forward(ctx, rows, send_splits, recv_splits, group, name):
         ctx.splits, ctx.group = (recv_splits, send_splits), group
-        received, work = all_to_all(rows.contiguous(), send_splits, recv_splits, group, "forward")
+        received, work = all_to_all(rows.contiguous(), send_splits, recv_splits, group, name)
         work.wait()
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx, grad):
-        send_splits, recv_splits = ctx.splits
-        received, work = all_to_all(grad.contiguous(), send_splits, recv_splits, ctx.group, "backward")
-        work.wait()
-        return received, None, None, None
+        # through the node again, so that a second derivative has its exchange, too
+        return _Exchange.apply(grad, *ctx.splits, ctx.group, "backward"), None, None, None, None
 
 
 def _splits(counts_SE: list[list[int]], rank: int) -> tuple[list[int], list[int], list[list[int]]]:

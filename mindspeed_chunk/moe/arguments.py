@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_chunk.dist import group_size
+from mindspeed_chunk.moe.activation import trainable_parameters
 from mindspeed_chunk.moe.experts import Needs
 
 WEIGHT_LAYOUTS = ("LHF", "LFH")
@@ -60,22 +61,28 @@ class Arguments:
         """I, the width of the rows that fc2 takes."""
         return self.fc2.shape[1 if self.weight_layout == "LHF" else 2]
 
-    def weight_TK(self) -> torch.Tensor:
-        if self.routing_weights.shape == self.selected_experts.shape:
+    @property
+    def dense_weights(self) -> bool:
+        """The router weights are `[T, E]`: each choice has its weight at its expert, not at its place."""
+        return self.routing_weights.shape != self.selected_experts.shape
+
+    def weight_TK(self, route_TK: torch.Tensor) -> torch.Tensor:
+        """The router weights of the routes that this call takes."""
+        if not self.dense_weights:
             return self.routing_weights
-        # ids out of range are refused when the plan is read, and those of padded tokens may be anything
-        return self.routing_weights.gather(1, self.selected_experts.to(torch.int64).clamp(0, self.num_experts - 1))
+        # ids out of range are refused when the plan is read, and padded tokens have a sentinel
+        return self.routing_weights.gather(1, route_TK.clamp(0, self.num_experts - 1))
 
     def pad_T(self) -> torch.Tensor | None:
         return self.seq_mask.reshape(-1) == 0 if self.skip_pad and self.seq_mask is not None else None
 
-    def needs(self, activation_parameters: tuple[torch.Tensor, ...]) -> Needs:
+    def needs(self) -> Needs:
         if not torch.is_grad_enabled():
             return Needs(False, False, False, False, False)
         rows, weights, fc1, fc2 = (
             tensor.requires_grad for tensor in (self.x_TH, self.routing_weights, self.fc1, self.fc2)
         )
-        return Needs(rows, weights, fc1, fc2, activation=bool(activation_parameters))
+        return Needs(rows, weights, fc1, fc2, activation=bool(trainable_parameters(self.activation)))
 
     def problem(self) -> str | None:
         """What is wrong, in one line, or None. Looks at shapes, dtypes and devices only."""

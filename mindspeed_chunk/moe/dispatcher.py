@@ -6,6 +6,7 @@ puts out.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 import zlib
@@ -21,11 +22,12 @@ from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
 from mindspeed_chunk.moe.auto import NumChunks
+from mindspeed_chunk.moe.draws import Draws
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
 from mindspeed_chunk.moe.plan import Cut, PendingPlan, agree_num_chunks, count_keys, num_counts, route
-from mindspeed_chunk.moe.replay import recall, reroute, write_down
+from mindspeed_chunk.moe.replay import backward_follows, recall, refuse_unreplayed, reroute, write_down
 from mindspeed_chunk.observe import emit
 
 __all__ = ["ChunkMoEDispatcher"]
@@ -48,6 +50,25 @@ def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tens
     return (first, second) if integer[0] else (second, first)
 
 
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What a layer call decides in its forward, and keeps to in its recomputes.
+
+    Attributes:
+        plan: the rows of every chunk.
+        tokens: each chunk's slice of the tokens.
+        route_TK: see `plan.route`.
+        draws: of the activation, filled while the forward runs.
+        grad: the forward ran with gradients, so that the ranks have compared which ones they need.
+    """
+
+    plan: PendingPlan
+    tokens: tuple[slice, ...]
+    route_TK: torch.Tensor
+    draws: Draws
+    grad: bool
+
+
 class ChunkMoEDispatcher(Dispatcher):
     """Chunk MoE behind MindSpeed-MM's `ep_forward` arguments.
 
@@ -59,8 +80,8 @@ class ChunkMoEDispatcher(Dispatcher):
     def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
         super().__init__(weight_layout=weight_layout)
         self.config = config
-        # per group, what its ranks have agreed on of that which decides the size of a plan's gather
-        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+        # per group, the first calls that its ranks have compared settings at: see `_agree_once`
+        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = weakref.WeakKeyDictionary()
         # modules that have passed as activations, and with which widths and dtypes
         self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
         self._num_chunks = NumChunks(config)
@@ -79,16 +100,25 @@ class ChunkMoEDispatcher(Dispatcher):
     def _call(self, arguments: Arguments) -> torch.Tensor:
         recalled = recall()
         if recalled is None:
+            refuse_unreplayed()
             decided = self._plan(arguments)
-            out_TH = self._run(arguments, *decided, output=True)
+            out_TH = self._run(arguments, decided, recompute=False, output=True)
             write_down(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
             return out_TH
-        pending, tokens, route_TK = recalled.entry
-        route_TK = self._reroute(arguments, route_TK)
-        return self._run(arguments, pending, tokens, route_TK, output=recalled.output_needed)
+        kept: Decided = recalled.entry
+        if torch.is_grad_enabled() and not kept.grad:
+            # behind the forward of a reentrant checkpoint: only now is it known which gradients are needed
+            settings = self._settings(arguments)
+            self._agree_once("recompute", arguments.num_experts, settings, None, arguments.group, arguments.x_TH.device)
+        decided = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
+        return self._run(arguments, decided, recompute=True, output=recalled.output_needed)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
-        """The routes of a recompute. What has changed is added up on the device; the next plan brings it home."""
+        """The routes of a recompute. What has changed is added up on the device; the next plan brings it home.
+
+        Router weights `[T, K]` stand in the order of the recompute's choices, so the kept experts take these places;
+        dense ones are gathered by the routes, so that the forward's serve as they are.
+        """
         route_TK = route(arguments.selected_experts, arguments.num_experts, arguments.pad_T())
         if route_TK.shape != kept_TK.shape:
             raise RuntimeError(
@@ -97,7 +127,7 @@ class ChunkMoEDispatcher(Dispatcher):
             )
         route_TK, changed = reroute(route_TK, kept_TK)
         self._rerouted = changed if self._rerouted is None else self._rerouted + changed
-        return route_TK
+        return kept_TK if arguments.dense_weights else route_TK
 
     def _warn_of_empty_chunks(self, num_tokens: int) -> None:
         """Each chunk has its collectives, whatever is in it, so that a number too large looks like a hang."""
@@ -124,7 +154,7 @@ class ChunkMoEDispatcher(Dispatcher):
                 times,
             )
 
-    def _plan(self, arguments: Arguments) -> tuple[PendingPlan, tuple[slice, ...], torch.Tensor]:
+    def _plan(self, arguments: Arguments) -> Decided:
         """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found.
 
         Where the counts decide on the number of chunks they are waited for here, before the first rows are permuted.
@@ -134,7 +164,7 @@ class ChunkMoEDispatcher(Dispatcher):
         settings = {} if error else self._settings(arguments)
         if error and group_size(group) == 1:
             raise ValueError(error)
-        self._agree_once(num_experts, settings, error, group, device)
+        self._agree_once("forward", num_experts, settings, error, group, device)
 
         num_tokens = 0 if error else arguments.x_TH.shape[0]
         by_size = self.config.moe_num_chunks == 0 and self.config.moe_chunk_size > 0
@@ -170,49 +200,42 @@ class ChunkMoEDispatcher(Dispatcher):
             pending.wait()  # raises, on every rank
         if by_counts:
             tokens = pending.merge(self._num_chunks.choose(pending.counts(), arguments, back_end))
-        return pending, tokens, route_TK
+        return Decided(pending, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
 
-    def _run(
-        self,
-        arguments: Arguments,
-        pending: PendingPlan,
-        tokens: tuple[slice, ...],
-        route_TK: torch.Tensor,
-        *,
-        output: bool,
-    ) -> torch.Tensor:
-        activation = self._activation(arguments)
+    def _run(self, arguments: Arguments, decided: Decided, *, recompute: bool, output: bool) -> torch.Tensor:
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
-            tokens=tokens,
+            tokens=decided.tokens,
             group=arguments.group,
             ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
-            activation=activation,
-            needs=arguments.needs(activation.parameters),
+            activation=self._activation(arguments, decided.draws, recompute=recompute),
+            needs=arguments.needs(),
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
             keep=self.config.keep,
             output=output,
         )
-        opened = Opened(call, pending)
-        token = Open.apply(opened, arguments.x_TH, route_TK, arguments.weight_TK())
+        opened = Opened(call, decided.plan)
+        token = Open.apply(opened, arguments.x_TH, decided.route_TK, arguments.weight_TK(decided.route_TK))
         try:
             opened.filled = run_filler()
         except BaseException:  # a checkpoint's early stop is one, too
             opened.abandon()
             raise
-        out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *activation.parameters)
+        if not output:
+            decided.draws.pass_over_all()
+        out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *call.activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:
             return out_TH
         return torch.where(pad_T[:, None], arguments.x_TH, out_TH.to(arguments.x_TH.dtype))
 
-    def _activation(self, arguments: Arguments) -> SwiGLU | CustomActivation:
+    def _activation(self, arguments: Arguments, draws: Draws, *, recompute: bool) -> SwiGLU | CustomActivation:
         device = arguments.x_TH.device
         if arguments.activation is None:
             return SwiGLU(ops.resolve(self.config.chunk_moe_backend, device), arguments.swiglu_limit)
-        return CustomActivation(arguments.activation, device.type, arguments.fc2_width)
+        return CustomActivation(arguments.activation, device, arguments.fc2_width, draws, recompute=recompute)
 
     def _problem(self, arguments: Arguments) -> str | None:
         """What is wrong with a call on this rank, in one line, or None."""
@@ -230,19 +253,20 @@ class ChunkMoEDispatcher(Dispatcher):
     def _activation_problem(self, arguments: Arguments) -> str | None:
         """Modules are tried once for each use they are put to; another callable may change, and is tried each time."""
         module = arguments.activation if isinstance(arguments.activation, nn.Module) else None
-        dtype, grad = arguments.compute_dtype, torch.is_grad_enabled()
+        dtype, grad, device = arguments.compute_dtype, backward_follows(), arguments.x_TH.device
         use = (arguments.fc1_width, arguments.fc2_width, dtype, grad)
         if module is not None and use in self._probed.setdefault(module, set()):
             return None
-        probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=arguments.x_TH.device)
-        error = cast(CustomActivation, self._activation(arguments)).problem(probe_1F)
+        probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=device)
+        activation = cast(CustomActivation, self._activation(arguments, Draws(device), recompute=False))
+        error = activation.problem(probe_1F, backward_follows=grad)
         if error is None and module is not None:
             self._probed[module].add(use)
         return error
 
     def _settings(self, arguments: Arguments) -> dict[str, object]:
         """What must be equal on every rank of the group, or exchanges would not match."""
-        config, needs = self.config, arguments.needs(self._activation(arguments).parameters)
+        config, needs = self.config, arguments.needs()
         return {
             "moe_num_chunks": config.moe_num_chunks,
             "moe_chunk_size": config.moe_chunk_size,
@@ -265,23 +289,25 @@ class ChunkMoEDispatcher(Dispatcher):
 
     def _agree_once(
         self,
+        direction: str,
         num_experts: int,
         settings: dict[str, object],
         error: str | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        """At the first call with this group and number of experts, check the wire and compare all settings.
+        """At the first call of its direction with this group and number of experts, compare all settings.
 
-        Later calls compare a word of the plan's gather, whose size the settings compared here decide.
+        The very first one checks the wire, too. Later calls compare a word of the plan's gather, whose size the
+        settings compared here decide.
         """
         if group is None or group_size(group) == 1:
             return
         agreed = self._agreed.setdefault(group, set())
-        if num_experts in agreed:
+        if (direction, num_experts) in agreed:
             return
         if not agreed:
             wire_error = check_all_to_all(group, device)
             error = error or wire_error
         agree(settings, error, group, device)
-        agreed.add(num_experts)
+        agreed.add((direction, num_experts))

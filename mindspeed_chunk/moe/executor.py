@@ -193,7 +193,7 @@ class Forward(_Walk):
         keep = self._call.keep if self._call.needs.any else "nothing"
         rows_RH = ops.regroup(chunk.arrived(), plan.groups)
         if self._call.output:
-            chunk.send, fc1_RF = self._experts.forward(rows_RH, plan.groups, keep_fc1=keep == "activations")
+            chunk.send, fc1_RF = self._experts.forward(rows_RH, plan.groups, c, keep_fc1=keep == "activations")
         else:
             chunk.in_flight = False
             fc1_RF = self._experts.fc1(rows_RH, plan.groups) if keep == "activations" else None
@@ -259,6 +259,7 @@ class Backward(_Walk):
             rows_RH,
             fc1_RF,
             plan.groups,
+            c,
             call.needs,
             self.activation_totals,
         )

@@ -71,11 +71,11 @@ class Experts:
         return self._ops.grouped_mm(rows_RH, self._fc1_LHF, groups)
 
     def forward(
-        self, rows_RH: torch.Tensor, groups: Groups, *, keep_fc1: bool
+        self, rows_RH: torch.Tensor, groups: Groups, chunk: int, *, keep_fc1: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' output `[R, H]` in (source, expert) order, and fc1's `[R, F]` if it is kept."""
         fc1_RF = self.fc1(rows_RH, groups)
-        activated_RI = self._activation(fc1_RF)
+        activated_RI = self._activation(fc1_RF, chunk)
         kept_RF = fc1_RF if keep_fc1 else None
         del fc1_RF
         return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups), kept_RF
@@ -87,6 +87,7 @@ class Experts:
         rows_RH: torch.Tensor,
         fc1_RF: torch.Tensor | None,
         groups: Groups,
+        chunk: int,
         needs: Needs,
         activation_totals: Sequence[torch.Tensor],
     ) -> tuple[WeightOperands, torch.Tensor | None]:
@@ -102,7 +103,7 @@ class Experts:
         if fc1_RF is None:
             fc1_RF = self.fc1(rows_RH, groups)
         # a saved tensor stays as it is; one made here gives its place to its gradient
-        activated_RI, pullback = self._activation.differentiate(fc1_RF, activation_totals, reuse=again)
+        activated_RI, pullback = self._activation.differentiate(fc1_RF, chunk, activation_totals, reuse=again)
         grad_fc1_RF = weight_grad_R = None
         if needs.input or needs.fc1 or needs.activation:
             grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), groups)

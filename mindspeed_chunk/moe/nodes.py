@@ -12,8 +12,11 @@ direction, never into the backward of another forward.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch.autograd.function import once_differentiable
 
 from mindspeed_chunk.moe.executor import Backward, Call, Forward
 from mindspeed_chunk.moe.plan import PendingPlan
@@ -44,6 +47,39 @@ class Opened:
         self.take_over().abandon()
 
 
+class _FirstOrder(torch.autograd.Function):
+    """A gradient as it is, which refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx, grad):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "the gradients of an MoE layer cannot be differentiated again: Chunk MoE writes its backward by hand; use "
+            "dispatcher: alltoall for second derivatives"
+        )
+
+
+def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """For a backward without a derivative: to differentiate its results raises an error.
+
+    torch's `once_differentiable` does this only where the incoming gradient has a derivative itself. Behind a constant
+    one the second-order part would be missing in silence.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: torch.Tensor) -> tuple:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        return tuple(None if grad is None else _FirstOrder.apply(grad.requires_grad_()) for grad in results)
+
+    return refusing
+
+
 class Open(torch.autograd.Function):
     """`(opened, x_TH, route_TK, weight_TK) -> token`: queue what comes before the first wait, and launch that dispatch.
 
@@ -60,7 +96,7 @@ class Open(torch.autograd.Function):
         return weight_TK.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, token_grad):
         walk = ctx.opened.take_over()
         with torch.autocast(token_grad.device.type, enabled=False):
@@ -88,7 +124,7 @@ class Close(torch.autograd.Function):
         return walk.out_TH
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_TH):
         opened = ctx.opened
         weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors

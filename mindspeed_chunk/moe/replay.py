@@ -5,6 +5,7 @@ saved tensors and the other ranks expect. So the layer calls under one checkpoin
 belongs to that checkpoint call alone, and the recompute reads it from the start: no second gather, no second host copy.
 
     checkpoint(block, x, use_reentrant=False, context_fn=replay_contexts)
+    checkpoint(replayed(block), x, use_reentrant=True)
 
 On demand the tape also says whose output is read before the block ends (`readers.py`): a recompute may leave the others
 out.
@@ -14,18 +15,22 @@ T tokens here, K experts a token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mindspeed_chunk.moe.readers import Readers
 
+__all__ = ["replay_beside", "replay_contexts", "replayed"]
+
 # What `torch.utils.checkpoint` takes as `context_fn`: makes a context for the forward, and one for its recomputes.
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -49,8 +54,8 @@ class _Context:
 
     current: ContextVar[_Context | None] = ContextVar("tape", default=None)
 
-    def __init__(self, tape: _Tape, *, replaying: bool) -> None:
-        self.tape, self.replaying = tape, replaying
+    def __init__(self, tape: _Tape, *, replaying: bool, reentrant: bool = False) -> None:
+        self.tape, self.replaying, self.reentrant = tape, replaying, reentrant
         self.position = 0
         self.readers: Readers | None = None
         self.outer: _Context | None = None
@@ -82,7 +87,7 @@ class _Context:
         self.tape.entries.append(entry)
 
 
-def replay_contexts() -> tuple[_Context, _Context]:
+def replay_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The `context_fn` of a non-reentrant `torch.utils.checkpoint.checkpoint`: for its forward, for its recomputes."""
     tape = _Tape()
     return _Context(tape, replaying=False), _Context(tape, replaying=True)
@@ -118,15 +123,57 @@ def replay_beside(context_fn: Contexts) -> Contexts:
     return contexts
 
 
-def recall() -> Recalled | None:
-    """What this layer call wrote down in the forward, if this is a recompute of it."""
+def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function as a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`, must get it.
+
+    Belongs to one checkpoint call: its first call is the forward, all others are recomputes.
+    """
+    tape = _Tape()
+    contexts = [_Context(tape, replaying=True), _Context(tape, replaying=False, reentrant=True)]
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        with contexts.pop() if len(contexts) == 2 else contexts[0]:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def backward_follows() -> bool:
+    """Whether the results of a forward may be differentiated: with gradients on, or in a reentrant checkpoint."""
     context = _Context.current.get()
+    while context is not None and not context.reentrant:
+        context = context.outer
+    return context is not None or torch.is_grad_enabled()
+
+
+def refuse_unreplayed() -> None:
+    """Raise RuntimeError if this is a recompute that has no tape, in which routes may change without a word."""
+    # torch's own checkpoint asks this, too: the number of the backward that runs in this thread, or -1
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "an MoE layer is recomputed by a checkpoint that does not replay the routes of its forward, so that "
+            "gradients may be wrong: pass context_fn=mindspeed_chunk.moe.replay.replay_contexts to torch's checkpoint; "
+            "see docs/api.md"
+        )
+
+
+def recall() -> Recalled | None:
+    """What this layer call wrote down in the forward, if this is a recompute of it.
+
+    A checkpoint inside of the recomputed block gets it for its own recompute.
+    """
+    context, inside = _Context.current.get(), []
     while context is not None:
-        if context.replaying:
+        if not context.replaying:
+            inside.append(context)
+        else:
             number, tape = context.position, context.tape
             if number == len(tape.entries):
                 raise RuntimeError("the recompute of a checkpoint makes more MoE layer calls than its forward made")
             context.position += 1
+            for checkpoint in inside:
+                checkpoint.tape.entries.append(tape.entries[number])
             return Recalled(tape.entries[number], tape.read is None or number in tape.read)
         context = context.outer
     return None

@@ -58,7 +58,7 @@ def one_raises(rank, world_size):
     run(stumble(block, 3) if rank == 1 else block)
 
 
-def other_routing_on_recompute(rank, world_size, flavour="master", replay=False):
+def other_routing_on_recompute(rank, world_size, flavour, reentrant, replay):
     """The host's recompute of a block; rank 0 routes a token to the other rank, then swaps two, and that is undone.
 
     replay: the newest host's op replay acts on the router in the same recompute.
@@ -87,7 +87,7 @@ def other_routing_on_recompute(rank, world_size, flavour="master", replay=False)
 
         x = torch.randn(9, H, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(rank))
         with observe() as events:
-            recompute_wrapper(layer, False, *contexts)(x).sum().backward()
+            recompute_wrapper(layer, reentrant, *contexts)(x).sum().backward()
             gathers = sum(event.kind == "all_gather" and event.name == "plan" for event in events)
             layer(x.detach()).sum().backward()
         rerouted = [event.detail["by_rank"] for event in events if event.kind == "rerouted"]

@@ -5,7 +5,6 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import host_lookalike as host
 from layer import distance
@@ -61,13 +60,15 @@ def build(kind, ep_plan=None, skip_padding=False):
 
 def run(block, recompute=False):
     """Output and gradients of one call on this rank's tokens, the experts' share of this rank only."""
+    from mindspeed_mm.fsdp.features.memory.recompute import recompute_wrapper
+
     length = TOKENS[dist.get_rank()]
     draw = torch.Generator().manual_seed(5 + dist.get_rank())
     x, grad = (torch.randn(BATCH, length, H, generator=draw, dtype=torch.float64) for _ in range(2))
     mask = (torch.rand(BATCH, length, generator=draw) > 0.3).to(torch.int64)
     block.zero_grad()
     x.requires_grad_()
-    out = checkpoint(block, x, mask, use_reentrant=False) if recompute else block(x, mask)
+    out = recompute_wrapper(block, use_reentrant=False)(x, mask) if recompute else block(x, mask)
     out.backward(grad)
     experts = [getattr(block.experts, name).grad for name in ("gate_up_proj", "down_proj")]
     fc1, fc2 = (grad.to_local() if hasattr(grad, "to_local") else grad for grad in experts)

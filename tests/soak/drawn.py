@@ -10,13 +10,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
-from layer import TOLERANCE, Case, Layer, both, compare, distance
+from layer import TOLERANCE, Case, Layer, both, compare, distance, recomputed
 from mindspeed_chunk import dist as wire
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.moe.replay import replay_contexts
 
 # With 8 bits, sizes of 1 or 2 and terms that cancel, an error may be larger than what the fixed cases are held to: then
 # it may be this much of the error that the reference itself makes in bf16.
@@ -29,8 +27,7 @@ class Drawn(Case):
     """
     ranks: of the expert-parallel group; one rank has no group.
     routing: also "zipf", where expert e is chosen with a weight of 1 / (1 + e)^2.
-    checkpoint: around the layer and what is behind it. "no"; "plain" and "reentrant", torch's two kinds; "replay", the
-        former with the plan of the forward kept.
+    checkpoint: around the layer and what is behind it. "no"; "replay" and "reentrant", torch's two kinds.
     follower: what is behind the layer: "nothing", "negation" (keeps nothing of its input), "sine" (keeps it).
     incoming: how the gradient of the output lies in memory: "dense", "transposed", "strided" (a part of each row of
         something wider), "expanded" (one row for all tokens).
@@ -114,10 +111,7 @@ class DrawnLayer(Layer):
 
         if self.case.checkpoint == "no":
             return block(*leaves.values())
-        if self.case.checkpoint == "reentrant":
-            return checkpoint(block, *leaves.values(), use_reentrant=True)
-        options = {"context_fn": replay_contexts} if self.case.checkpoint == "replay" else {}
-        return checkpoint(block, *leaves.values(), use_reentrant=False, **options)
+        return recomputed(block, *leaves.values(), reentrant=self.case.checkpoint == "reentrant")
 
 
 def compare_on_rank(rank: int, world_size: int, line: str) -> tuple[str, dict[str, float]]:

@@ -124,9 +124,9 @@ def drawn(draw, ranks: tuple[int, ...]) -> Drawn:
     limit = draw(st.sampled_from((0.0, 0.5)))
     inputs = ("x", "weight", "fc1", "fc2")
     frozen = set(draw(st.lists(st.sampled_from((*inputs, "activation")), unique=True)))
-    checkpoint = draw(st.sampled_from(("no", "plain", "replay", "reentrant")))
+    checkpoint = draw(st.sampled_from(("no", "replay", "reentrant")))
     if checkpoint == "reentrant" and frozen.issuperset(inputs):
-        checkpoint = "plain"  # torch's reentrant kind does nothing where it is given nothing to differentiate
+        checkpoint = "replay"  # torch's reentrant kind does nothing where it is given nothing to differentiate
     routing = draw(st.sampled_from(("random", "balanced", "zipf", "one_rank", "alternate", "first", "last")))
     if routing in ("first", "last"):
         top_k = 1
