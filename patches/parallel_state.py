@@ -25,7 +25,7 @@ _FEATURES = ("recompute", "offload", "chunk_mbs", "chunkmbs")
 _TRAINING = ("micro_batch_size", "val_micro_batch_size", "gradient_accumulation_steps")
 
 _arguments: Any = None
-_group: Callable[[], Any] = lambda: None  # the default process group whose ranks were compared, a weak reference
+_group: weakref.ref | None = None  # the default process group whose ranks were compared
 
 
 def note(arguments: Any) -> None:
@@ -45,7 +45,7 @@ def apply(module: Any) -> Undo:
 def _take_back() -> None:
     global _arguments, _group
     _SEAM.forget()
-    _arguments, _group = None, lambda: None
+    _arguments = _group = None
 
 
 def _after_comparison(original: Callable) -> Callable:
@@ -62,7 +62,7 @@ def _compare() -> None:
     global _group
     import torch.distributed as dist
 
-    if _arguments is None or not dist.is_initialized() or _group() is dist.group.WORLD:
+    if _arguments is None or not dist.is_initialized() or _group and _group() is dist.group.WORLD:
         return
     asked = False
     try:
