@@ -150,7 +150,7 @@ def test_one_group_is_compared_once(monkeypatch):
     for _ in range(2):
         parallel_state._after_comparison(called.append)("state")
         assert called.pop() == "state" and store.calls == 5
-    monkeypatch.setattr(dist.group, "WORLD", Group())
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", Group())
     parallel_state._after_comparison(called.append)("state")
     assert store.calls == 10, "another group"
 
@@ -176,6 +176,6 @@ def prepare(monkeypatch, asks, store):
     monkeypatch.setattr(parallel_state, "_group", None)
     for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(dist.group, "WORLD", Group())
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", Group())
     monkeypatch.setattr(consistency, "default_store", lambda: store)
     return []

@@ -111,7 +111,7 @@ class Config:
             "features.enable_activation_offload": bool(self.offload_modules),
             "features.activation_offload_plan.apply_modules": self.offload_modules,
             mbs_checks.ENABLE: self.chunk_mbs is not None,
-            **flatten(self.chunk_mbs, mbs_checks.PLAN),
+            **flatten(self.chunk_mbs or ChunkMBSConfig(), mbs_checks.PLAN),
             "features.loss_cfg.router_aux_loss_coef": self.router_aux_loss_coef,
         }
         del shared["training.log_interval"]
