@@ -45,6 +45,11 @@ def yamls(folder, flavour, *changes):
     return paths
 
 
+def started(paths, flavour="master", grace=10, **options):
+    """The finished ranks. One that has not compared goes on, and is stopped when another has ended."""
+    return launch(flavour, paths, ranks=len(paths), timeout=TIMEOUT_S, grace=grace, fork=True, **options)
+
+
 def told(finished, ranks):
     """The one line that all `ranks` ended with; the others ended, too."""
     assert all(process.returncode for process in finished)
@@ -80,7 +85,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_with_another_yaml_ends_both_with_one_line(tmp_path, case):
     change, expected = CASES[case]
-    line = told(launch("master", yamls(tmp_path, "master", {}, change), timeout=TIMEOUT_S, fork=True), (0, 1))
+    line = told(started(yamls(tmp_path, "master", {}, change)), (0, 1))
     assert line.startswith(expected) and line.endswith(CURE)
     assert line.count(" on rank 0") == (2 if case == "EP size" else 1)
 
@@ -95,7 +100,7 @@ def test_a_rank_that_asks_for_nothing_tells_what_it_has_and_waits_for_nobody(tmp
         config = yaml.safe_load(paths[0].read_text())
         del config["parallel"]["ep_plan"]["moe_num_chunks"]
         paths[0].write_text(yaml.safe_dump(config))
-    finished = launch(flavour, paths, timeout=TIMEOUT_S, fork=True)
+    finished = started(paths, flavour)
     line = told(finished, (1,))
     assert SAME not in finished[0].stderr
     assert f"parallel.ep_plan.dispatcher: {PLAIN[flavour]!r} on rank 0, 'chunkmoe' on rank 1" in line
@@ -105,7 +110,7 @@ def test_a_rank_that_asks_for_nothing_tells_what_it_has_and_waits_for_nobody(tmp
 
 def test_one_of_four_ranks(tmp_path):
     paths = yamls(tmp_path, "master", {}, {}, {"features.recompute": False}, {})
-    line = told(launch("master", paths, ranks=4, timeout=TIMEOUT_S, fork=True), range(4))
+    line = told(started(paths), range(4))
     assert line == f"features.recompute: True on ranks 0-1, 3, False on rank 2{CURE}"
 
 
@@ -117,14 +122,14 @@ def test_a_rank_without_the_plugin_is_named_when_the_time_is_over(tmp_path):
     plain = {"parallel.ep_plan.dispatcher": "alltoall", "training.plugin": ["little_patience"]}
     (path,) = yamls(tmp_path, "master", plain)
     own = {1: {"MINDSPEED_CHUNK_DISABLE": "1"}}
-    finished = launch("master", path, before=(tmp_path,), timeout=TIMEOUT_S, own=own)
+    finished = started([path] * 2, before=(tmp_path,), own=own)
     line = told(finished, (0,))
     assert line.startswith("rank 1: no answer within 4 s: install the plugin there, ")
     assert SAME not in finished[1].stderr
 
 
 def test_equal_yamls_train(tmp_path):
-    finished = launch("master", yamls(tmp_path, "master", {}, {}), timeout=TIMEOUT_S, fork=True)
+    finished = started(yamls(tmp_path, "master", {}, {}), grace=TIMEOUT_S)
     assert len(losses(finished)[0]) == 3
 
 

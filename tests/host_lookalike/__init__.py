@@ -117,13 +117,16 @@ def environment(flavour, *before, **extra):
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, fork=False, own=(), **extra):
+def launch(
+    flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, grace=None, fork=False, own=(), **extra
+):
     """Run the trainer's script on each rank as torchrun does; return the finished processes in rank order.
 
     config: the path of the yaml, or a list of one for each rank.
     through: arguments of the interpreter in front of the script, as `("-m", "mindspeed_chunk.launch")`.
     fork: ranks may be forks of a process that has imported torch, and with it the plugin, but nothing of the host. They
         are, unless the environment has something in it that such a process would have read.
+    grace: seconds that ranks have once one of them has ended; then they are stopped, as torchrun does.
     own: additions to the environment of single ranks, {rank: {variable: value}}.
     extra: additions to the environment.
     """
@@ -146,7 +149,7 @@ def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=
                         variables = environment(flavour, *before, **place)
                         command = [sys.executable, *through, *words[rank]]
                         started.append(Fresh(command, env=variables, start_new_session=True, **streams))
-            if not _wait(started, timeout):
+            if not _wait(started, timeout, grace):
                 raise TimeoutError(f"still running after {timeout} s:\n{_dump(started, outputs)}")
         finally:
             codes = stop(started)
@@ -159,12 +162,14 @@ def _fork(rank, words, path, variables, streams):
     return zygote(rank).fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
 
 
-def _wait(processes, timeout):
-    """Whether all have ended in time."""
-    end = time.monotonic() + timeout
-    while not all(process.ended() for process in processes):
+def _wait(processes, timeout, grace):
+    """Whether all have ended in time, or one has and the others have had their grace."""
+    end, stopped = time.monotonic() + timeout, False
+    while not all(ended := [process.ended() for process in processes]):
+        if any(ended) and grace is not None and not stopped:
+            end, stopped = time.monotonic() + grace, True
         if time.monotonic() > end:
-            return False
+            return stopped
         time.sleep(POLL_S)
     return True
 
