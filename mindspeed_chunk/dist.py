@@ -44,6 +44,11 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group. torch has no public name for it, in no version."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> tuple[torch.Tensor, Work]:
     """Launch a gather of contiguous tensors of one size `[n]`; the result is `[ranks, n]`, readable after `wait()`."""
     if group_size(group) == 1:

@@ -16,6 +16,7 @@ from mindspeed_chunk.patches import (
     ep_dispatcher,
     expert_parallel,
     features_applier,
+    parallel_state,
     recompute,
     row_counts,
     settings,
@@ -29,6 +30,7 @@ PATCHES: tuple[Patch, ...] = (
         for module in (
             config_name,
             start_checks,
+            parallel_state,
             expert_parallel,
             ep_dispatcher,
             ep_chunkmoe,

@@ -14,15 +14,15 @@ from mindspeed_chunk import model_config
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import NAME
-from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, mbs_checks, settings
+from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, mbs_checks, parallel_state, settings
 from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
 
 
 def apply(module: ModuleType) -> Undo:
     if hasattr(module.Arguments, "model_post_init"):
-        return _wrap(module.Arguments, "model_post_init", after=lambda arguments, result: check(arguments))
+        return _wrap(module.Arguments, "model_post_init", after=lambda arguments, result: _look(arguments))
     if hasattr(module, "parse_args"):
-        return _wrap(module, "parse_args", after=lambda arguments, result: check(result))
+        return _wrap(module, "parse_args", after=lambda arguments, result: _look(result))
     raise Drifted(f"neither Arguments.model_post_init nor parse_args{signature_of(module.Arguments)}")
 
 
@@ -41,6 +41,11 @@ def _wrap(owner: object, name: str, after: Callable[[Any, Any], None]) -> Undo:
 
     setattr(owner, name, checked)
     return lambda: setattr(owner, name, original)
+
+
+def _look(arguments: Any) -> None:
+    check(arguments)
+    parallel_state.note(arguments)
 
 
 def check(arguments: Any) -> None:

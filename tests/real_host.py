@@ -117,15 +117,19 @@ class RealHost:
             self._cache[key] = self._train(overrides, ranks, timeout, environ)
         return self._cache[key]
 
-    def _train(self, overrides, ranks, timeout, environ):
+    def start(self, overrides, timeout=600, environ=()):
+        """Run ranks, each with its own of `overrides`; returns their folder, exit codes and logs."""
         folder = self._folder / f"run{next(self._numbers)}"
         folder.mkdir()
-        config = write_config(folder / "config.yaml", overrides)
-        request = {"folder": str(folder), "config": str(config), "ranks": ranks, "timeout": timeout, "environ": environ}
+        configs = [str(write_config(folder / f"{rank}.yaml", each)) for rank, each in enumerate(overrides)]
+        request = {"folder": str(folder), "configs": configs, "timeout": timeout, "environ": dict(environ)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline())
-        logs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+        return folder, codes, [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(len(configs))]
+
+    def _train(self, overrides, ranks, timeout, environ):
+        folder, codes, logs = self.start([overrides] * ranks, timeout, environ)
         if any(codes):
             tails = "\n".join(
                 f"--- rank {rank}: {code}\n{log[-3000:]}" for rank, (code, log) in enumerate(zip(codes, logs))
@@ -167,18 +171,18 @@ def hook_cpu_patches():
         wrapt.register_post_import_hook(patch.on_import, patch.module)
 
 
-def run(folder, config, ranks, timeout, environ):
+def run(folder, configs, timeout, environ):
     with reserved_port() as port:
-        return wait(fork_ranks(folder, config, ranks, environ, port), timeout)
+        return wait(fork_ranks(folder, configs, environ, port), timeout)
 
 
-def fork_ranks(folder, config, ranks, environ, port):
+def fork_ranks(folder, configs, environ, port):
     children = {}
-    for rank in range(ranks):
+    for rank, config in enumerate(configs):
         pid = os.fork()
         if pid == 0:
             os.environ.update(environ)
-            be_rank(folder, config, rank, ranks, port)
+            be_rank(folder, config, rank, len(configs), port)
         children[pid] = rank
     return children
 

@@ -229,6 +229,35 @@ def test_alltoall_is_bit_equal_to_a_run_without_the_plugin(host, tmp_path):
     assert not run.frames and not plain.frames
 
 
+@pytest.mark.parametrize(
+    "common, own, line",
+    [
+        (N2, {"features.recompute": False}, "features.recompute: True on rank 0, False on rank 1"),
+        (N2, ALLTOALL, "parallel.ep_plan.dispatcher: 'chunkmoe' on rank 0, 'alltoall' on rank 1"),
+        (
+            {**CHUNK_MBS, **ALLTOALL},
+            {"features.enable_chunk_mbs": False},
+            "features.enable_chunk_mbs: True on rank 0, False on rank 1",
+        ),
+        (
+            N2,
+            {"training.gradient_accumulation_steps": 2},
+            "training.gradient_accumulation_steps: 1 on rank 0, 2 on rank 1",
+        ),
+    ],
+    ids=["recompute", "dispatcher", "ChunkMBS", "accumulation"],
+)
+def test_ranks_with_different_yamls_end_with_one_line_that_says_what_differs(host, common, own, line):
+    """On every rank that asks for a feature of ours; the other one ends because its peer has."""
+    common = {**common, "training.train_iters": 2}
+    _, codes, logs = host.start([common, {**common, **own}])
+    assert all(codes)
+    told = f"SystemExit: mindspeed_chunk: every rank must run the same configuration, but {line}; start all ranks "
+    asks = [0] if "dispatcher" in line or "chunk_mbs" in line else [0, 1]
+    assert [rank for rank, log in enumerate(logs) if told in log] == asks, logs[0][-3000:]
+    assert not any("iteration " in log for log in logs)
+
+
 READ_35B = """
 import sys
 import mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe

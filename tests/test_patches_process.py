@@ -21,11 +21,11 @@ TIMEOUT_S = 240
 BOTH_WAYS = """
 import sys
 FLAVOUR, OWN_CHUNKMOE = {flavour!r}, {own!r}
-from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed import parallel_state, torch_parallelize
 from mindspeed_mm.fsdp.distributed.expert_parallel import ep_dispatcher, expert_parallel
 from mindspeed_mm.fsdp.params import argument, parallel_args
 
-MODULES = torch_parallelize, ep_dispatcher, expert_parallel, argument, parallel_args
+MODULES = parallel_state, torch_parallelize, ep_dispatcher, expert_parallel, argument, parallel_args
 CLASSES = parallel_args.EPPlanConfig, parallel_args.ParallelArguments, argument.Arguments
 
 def picture():
@@ -61,7 +61,8 @@ for _ in range(2):  # and once more after all has been taken back
     assert not hasattr(wrapped.__wrapped__, "__wrapped__"), "wrapped twice"
     ours = {{key[-1] for key, value in picture()[0].items() if value is not before.get(key)}}
     checked = "parse_args" if FLAVOUR == "26.0" else "model_post_init"
-    allowed = {{"expert_parallelize_modules", checked}} | ({{"__init__"}} if FLAVOUR == "26.0" else set())
+    allowed = {{"expert_parallelize_modules", "init_parallel_state", checked}}
+    allowed |= {{"__init__"}} if FLAVOUR == "26.0" else set()
     assert ours == allowed, ours
     import mindspeed_mm.fsdp.distributed.expert_parallel.ep_chunkmoe as published
     assert (getattr(published, "__file__", None) is not None) is OWN_CHUNKMOE

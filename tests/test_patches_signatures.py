@@ -14,12 +14,13 @@ from host_lookalike import HERE, LAYERS
 
 # modules that the look-alike has under names of its own; their functions have no counterpart
 OWN = {"lookalike", "eager", "sharding", "balance", "experts", "generic", "modelhub", "train_engine", "mpu", "log"}
-OWN |= {"str_match", "trainer", "parallel_state"}
+OWN |= {"str_match", "trainer"}
 STANDS_IN = {"feature_plans.py": "feature_args.py"}
 # written shorter on purpose, or standing elsewhere in the host
 SHORTER = {
     "ConfigManager.__init__",
     "BaseArguments.to_dict",
+    "get_ep_device_mesh",
     "MM_MoELayer.__init__",
     "MM_MoELayer.forward",
     "SituAndMul.forward",

@@ -275,7 +275,7 @@ class ChunkMoEDispatcher(Dispatcher):
             "chunks chosen": self._num_chunks.settled,
             "chunk_moe_schedule": config.chunk_moe_schedule,
             "chunk_moe_lookahead": config.chunk_moe_lookahead,
-            "input kept alone": config.keep == "input",
+            "chunk_moe_keep": config.keep,
             "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
             "num_experts": arguments.num_experts,
             "experts a token": arguments.selected_experts.shape[1],

@@ -41,6 +41,7 @@ def main(argv=None):
 
     import torch.distributed as dist
 
+    from mindspeed_chunk import consistency
     from mindspeed_chunk.dist import destroy
     from mindspeed_chunk.standalone.train import Trainer
 
@@ -48,6 +49,14 @@ def main(argv=None):
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        consistency.check(config.shared(), wait=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        destroy()
+        return 2
+    if metrics and config.metrics_path.is_file():
+        metrics.truncate(0)
     Trainer(prepared).train(metrics)
     destroy()
     return 0

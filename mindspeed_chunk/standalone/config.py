@@ -94,6 +94,29 @@ class Config:
         """Samples an optimizer step, all ranks and micro batches together."""
         return self.training.micro_batch_size * self.training.gradient_accumulation_steps * world_size
 
+    def shared(self):
+        """What must be the same on every rank, by the keys of the yaml: all but paths and what is logged."""
+        from mindspeed_chunk.consistency import flatten  # torch, which an error in a yaml does not wait for
+
+        shared = {
+            **flatten(self.fsdp, "parallel.fsdp_plan"),
+            **flatten(self.ep, moe_checks.PLAN),
+            **flatten(self.chunk_moe, moe_checks.PLAN),
+            moe_checks.SIZE: self.ep_size,
+            "model.attn_implementation": self.model.attn_implementation,
+            **flatten(self.training, "training"),
+            "data.dataset_param.basic_parameters.cutoff_len": self.sequence_length,
+            "features.recompute": bool(self.recompute_modules),
+            "features.recompute_plan.apply_modules": self.recompute_modules,
+            "features.enable_activation_offload": bool(self.offload_modules),
+            "features.activation_offload_plan.apply_modules": self.offload_modules,
+            mbs_checks.ENABLE: self.chunk_mbs is not None,
+            **flatten(self.chunk_mbs or ChunkMBSConfig(), mbs_checks.PLAN),
+            "features.loss_cfg.router_aux_loss_coef": self.router_aux_loss_coef,
+        }
+        del shared["training.log_interval"]
+        return shared
+
 
 def load_config(path, overrides, world_size):
     """Read the yaml at `path`, apply the `key.path=value` overrides, check all that needs no model.

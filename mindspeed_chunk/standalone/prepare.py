@@ -40,13 +40,13 @@ def prepare(config):
 
 
 def open_metrics(config):
-    """The metrics file, new and open for writing, or None. Raises ConfigError."""
+    """The metrics file, open for writing, or None. What is in it stays for now. Raises ConfigError."""
     path = config.metrics_path
     if path is None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
+        return path.open("a", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError.about("standalone.metrics_path", str(path), reason, "give another file") from None

@@ -117,37 +117,44 @@ def environment(flavour, *before, **extra):
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def launch(flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, fork=False, **extra):
+def launch(
+    flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, grace=None, fork=False, own=(), **extra
+):
     """Run the trainer's script on each rank as torchrun does; return the finished processes in rank order.
 
+    config: the path of the yaml, or a list of one for each rank.
     through: arguments of the interpreter in front of the script, as `("-m", "mindspeed_chunk.launch")`.
     fork: ranks may be forks of a process that has imported torch, and with it the plugin, but nothing of the host. They
         are, unless the environment has something in it that such a process would have read.
+    grace: seconds that ranks have once one of them has ended; then they are stopped, as torchrun does.
+    own: additions to the environment of single ranks, {rank: {variable: value}}.
     extra: additions to the environment.
     """
     script = str(find(flavour, "mindspeed_mm.fsdp.train.trainer", *before))
-    words = [script, str(config), *arguments]
-    fork = fork and environment(flavour, **extra) | NOT_COMPARED == first_environment() | NOT_COMPARED
+    configs, own = config if isinstance(config, list) else [config] * ranks, dict(own)
+    words = [[script, str(each), *arguments] for each in configs]
+    fork = fork and not own and environment(flavour, **extra) | NOT_COMPARED == first_environment() | NOT_COMPARED
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, open(os.devnull) as nothing, reserved_port() as port:
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         outputs = [[Path(folder, f"{rank}.{which}") for which in ("stdout", "stderr")] for rank in range(ranks)]
         started = []
         try:
             for rank, (out, err) in enumerate(outputs):
-                place = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} | extra
+                place = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} | extra | own.get(rank, {})
                 with open(out, "wb") as stdout, open(err, "wb") as stderr:
                     streams = {"stdin": nothing, "stdout": stdout, "stderr": stderr}
                     if fork:
-                        started.append(_fork(rank, words, [*before, *folders(flavour)], place, streams.values()))
+                        started.append(_fork(rank, words[rank], [*before, *folders(flavour)], place, streams.values()))
                     else:
-                        variables, command = environment(flavour, *before, **place), [sys.executable, *through, *words]
+                        variables = environment(flavour, *before, **place)
+                        command = [sys.executable, *through, *words[rank]]
                         started.append(Fresh(command, env=variables, start_new_session=True, **streams))
-            if not _wait(started, timeout):
+            if not _wait(started, timeout, grace):
                 raise TimeoutError(f"still running after {timeout} s:\n{_dump(started, outputs)}")
         finally:
             codes = stop(started)
         texts = [[path.read_text() for path in paths] for paths in outputs]
-    return [subprocess.CompletedProcess(words, *told) for told in zip(codes, *zip(*texts), strict=True)]
+    return [subprocess.CompletedProcess(*told) for told in zip(words, codes, *zip(*texts), strict=True)]
 
 
 def _fork(rank, words, path, variables, streams):
@@ -155,12 +162,14 @@ def _fork(rank, words, path, variables, streams):
     return zygote(rank).fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
 
 
-def _wait(processes, timeout):
-    """Whether all have ended in time."""
-    end = time.monotonic() + timeout
-    while not all(process.ended() for process in processes):
+def _wait(processes, timeout, grace):
+    """Whether all have ended in time, or one has and the others have had their grace."""
+    end, stopped = time.monotonic() + timeout, False
+    while not all(ended := [process.ended() for process in processes]):
+        if any(ended) and grace is not None and not stopped:
+            end, stopped = time.monotonic() + grace, True
         if time.monotonic() > end:
-            return False
+            return stopped
         time.sleep(POLL_S)
     return True
 

@@ -25,7 +25,7 @@ class Trainer:
         for name in args.training.plugin:
             importlib.import_module(name)
         dist.init_process_group("gloo")
-        init_parallel_state(args.parallel)
+        init_parallel_state(**vars(args.parallel))
         self.args = args
         model = ModelHub.build(args.model, getattr(args, "features", None))
         if hasattr(FeaturesApplier, "pre_fully_shard_apply"):

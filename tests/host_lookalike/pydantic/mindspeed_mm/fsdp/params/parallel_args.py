@@ -27,6 +27,8 @@ class ParallelArguments(BaseArguments):
     ep_plan: EPPlanConfig = field(default_factory=EPPlanConfig)
 
     def model_post_init(self, __context):
+        self.local_rank = int(os.getenv("LOCAL_RANK"))
+        self.global_rank = int(os.getenv("RANK"))
         self.world_size = int(os.getenv("WORLD_SIZE"))
         if self.expert_fully_shard_parallel_size is None:
             self.expert_fully_shard_parallel_size = self.world_size // self.expert_parallel_size

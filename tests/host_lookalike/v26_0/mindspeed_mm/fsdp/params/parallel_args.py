@@ -38,6 +38,8 @@ class ParallelArguments:
     recompute_plan: RecomputePlanConfig = field(default_factory=RecomputePlanConfig)
 
     def __post_init__(self):
+        self.local_rank = int(os.getenv("LOCAL_RANK"))
+        self.global_rank = int(os.getenv("RANK"))
         self.world_size = int(os.getenv("WORLD_SIZE"))
         if self.expert_fully_shard_parallel_size is None:
             self.expert_fully_shard_parallel_size = self.world_size // self.expert_parallel_size

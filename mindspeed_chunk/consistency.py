@@ -1,0 +1,222 @@
+"""Whether every rank runs the same configuration, told through a key-value store before the first collective.
+
+Ranks whose settings differ make different collectives, and wait for each other without a word. So no collective is made
+here, either: each rank puts its settings into the store of the default process group and, if it asks for it, waits
+until all have. Settings that are equal cost a rank a few small messages to the store, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_chunk import __version__
+from mindspeed_chunk.config import SHOWN_CHARS, ConfigError
+from mindspeed_chunk.dist import default_store
+
+PATIENCE_S = 60.0
+# The rest of the time is for telling all ranks what has been found.
+_FOR_ANSWERS = 0.9
+_LONGEST_PAUSE_S = 0.2
+_MOST_SHOWN = 8
+_NOT_SET = "not set"
+_VERSION = "version of mindspeed_chunk"
+
+Settings = Mapping[str, Any]
+
+
+def check(settings: Settings, wait: bool, patience_s: float | None = None) -> None:
+    """Tell the other ranks of the default process group this rank's settings, and compare them.
+
+    Args:
+        settings: values by the keys that a user knows. A key that is missing is one that is off: None, False, 0, empty.
+        wait: for the other ranks. A rank that does not wait is compared by those that do.
+        patience_s: how long; by default `PATIENCE_S`.
+
+    Raises:
+        ConfigError: on every rank that waits, the same line: keys that differ with their values and ranks, or ranks
+            that have not answered.
+        Exception: whatever the store raises.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size > 1:
+        compare(default_store(), rank, size, {_VERSION: __version__, **settings}, wait, patience_s or PATIENCE_S)
+
+
+def compare(store: dist.Store, rank: int, size: int, settings: Settings, wait: bool, patience_s: float) -> None:
+    """`check` with a store of the caller's."""
+    deadline = time.monotonic() + patience_s
+    board = _Board(store, rank, size)
+    board.put(settings, wait)
+    problem = board.problem(patience_s * _FOR_ANSWERS, deadline) if wait else ""
+    if problem:
+        raise ConfigError(f"every rank must run the same configuration, but {problem}")
+
+
+class _Board:
+    """What the ranks have put into the store.
+
+    A store may outlive a start of the ranks: torchrun restarts them with the one that they had. So counts are kept
+    apart by how often a rank has started. Ranks may disagree on that where an earlier start broke off; what a rank has
+    said last stays under its own key, so that they then wait in vain, but do not take equal settings for different.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._all = f"mindspeed_chunk/configuration/{size}"
+        self._start = f"{self._all}/start {store.add(f'{self._all}/starts of {rank}', 1)}"
+        self._settled = f"{self._start}/settled"
+
+    def put(self, settings: Settings, wait: bool) -> None:
+        """All that a rank has to say. The settings themselves are written once, by the first rank that has them."""
+        digest = _digest(settings)
+        self._same = f"{self._start}/same {digest}"
+        if self._store.add(self._same, 1) == 1:
+            self._store.set(f"{self._all}/settings {digest}", _text(settings))
+        self._store.set(f"{self._all}/rank {self._rank}", f"{digest} {wait:d}")
+        if self._store.add(f"{self._start}/ranks", 1) == self._size:
+            self._store.set(self._settled, "")
+
+    def problem(self, answers_s: float, deadline: float) -> str:
+        """What is wrong, the same text on every rank that waits; empty if all ranks are there and the same."""
+        if not self._wait_for(self._settled, time.monotonic() + answers_s):
+            self._store.set(self._settled, "")  # the others need not wait any longer, either
+        if self._store.add(self._same, 0) == self._size:
+            return ""
+        verdict = f"{self._start}/verdict"
+        if self._store.add(f"{self._start}/readers", 1) == 1:  # one reads what all have said, and tells the others
+            self._store.set(verdict, json.dumps(self._read(answers_s)))
+        elif not self._wait_for(verdict, deadline):
+            return "the rank that was to say which keys differ has not done so"
+        problem, waiting = json.loads(self._store.get(verdict))
+        if problem:
+            # the store may end with this rank
+            told = f"{self._start}/told"
+            if self._store.add(f"{told} ranks", 1) == waiting:
+                self._store.set(told, "")
+            self._wait_for(told, deadline)
+        return problem
+
+    def _wait_for(self, key: str, deadline: float) -> bool:
+        """Whether the key is there in time. Asked for again and again: a wait of the store's own cannot be interrupted,
+        and writes a warning when it ends."""
+        pause_s = 0.001
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def _read(self, answers_s: float) -> tuple[str, int]:
+        """What is wrong, and how many ranks wait to hear it."""
+        ranks: dict[str, list[int]] = {}
+        silent, waiting = [], 0
+        for rank in range(self._size):
+            key = f"{self._all}/rank {rank}"
+            if self._store.check([key]):
+                digest, waits = self._store.get(key).decode().split()
+                ranks.setdefault(digest, []).append(rank)
+                waiting += int(waits)
+            else:
+                silent.append(rank)
+        settings = {each: json.loads(self._store.get(f"{self._all}/settings {each}")) for each in ranks}
+        return describe([(settings[each], ranks[each]) for each in ranks], silent, answers_s), waiting
+
+
+def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answers_s: float) -> str:
+    """How groups of ranks with the same settings differ, and which ranks did not answer; empty if all is well.
+
+    One line, whose length does not grow with the number of ranks.
+    """
+    keys = sorted({key for settings, _ in groups for key in settings})
+    differing = [key for key in keys if len({_text(_alike(settings.get(key))) for settings, _ in groups}) > 1]
+    parts = _first([_difference(key, groups) for key in differing], "keys")
+    if differing:
+        parts.append("start all ranks with the same yaml, arguments, environment and version of the plugin")
+    if silent:
+        told = f"{_names(silent)}: no answer within {answers_s:.0f} s"
+        parts.append(f"{told}: install the plugin there, and unset what turns it off (MINDSPEED_CHUNK_DISABLE)")
+    return "; ".join(parts)
+
+
+def _difference(key: str, groups: list[tuple[Settings, list[int]]]) -> str:
+    """Each value of the key with its ranks."""
+    settings_of: dict[str, Settings] = {}
+    ranks_of: dict[str, list[int]] = {}
+    for settings, ranks in groups:
+        alike = _text(_alike(settings.get(key)))
+        settings_of.setdefault(alike, settings)
+        ranks_of.setdefault(alike, []).extend(ranks)
+    shown = _shown([settings.get(key, _NOT_SET) for settings in settings_of.values()])
+    told = [f"{value} on {_names(sorted(ranks))}" for value, ranks in zip(shown, ranks_of.values(), strict=True)]
+    return f"{key}: {', '.join(_first(told, 'values'))}"
+
+
+def _shown(values: list[Any]) -> list[str]:
+    """Each as Python writes it, long ones cut; of lists only what is not in all of them, for names fill many a line."""
+    texts = [_NOT_SET if value is _NOT_SET else repr(value) for value in values]
+    if all(isinstance(value, list) for value in values):
+        own = [[item for item in value if not all(item in other for other in values)] for value in values]
+        if any(own):
+            texts = [f"[{', '.join(['...', *map(repr, items)])}]" for items in own]
+    return [text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..." for text in texts]
+
+
+def _names(ranks: list[int]) -> str:
+    """Sorted ranks in words, as "ranks 0-2, 4"; of many only the first."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
+    if len(words) > _MOST_SHOWN:
+        words[_MOST_SHOWN:] = [f"... ({len(ranks)} in all)"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+
+
+def _first(texts: list[str], what: str) -> list[str]:
+    more = len(texts) - _MOST_SHOWN
+    return texts if more <= 0 else [*texts[:_MOST_SHOWN], f"and {more} more {what}"]
+
+
+def _alike(value: Any) -> Any:
+    """The same for all values that mean off: versions of the host fill in different ones for a key that is missing."""
+    return value or None
+
+
+def _digest(settings: Settings) -> str:
+    on = {key: value for key, value in settings.items() if _alike(value) is not None}
+    return hashlib.sha256(_text(on).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """The same text for the same value in every process, whatever its hash seed and addresses."""
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def flatten(section: object, path: str) -> dict[str, Any]:
+    """The values of a section of a yaml by their paths: of a mapping, a dataclass or a model of pydantic, and of those
+    inside of it."""
+    if hasattr(section, "model_dump"):
+        section = section.model_dump(warnings=False)
+    elif dataclasses.is_dataclass(section):
+        section = vars(section)
+    if not isinstance(section, Mapping):
+        return {path: section}
+    return {key: value for name, inner in section.items() for key, value in flatten(inner, f"{path}.{name}").items()}

@@ -1,0 +1,133 @@
+"""Compares the configurations of all ranks once the process group is there, before the host makes its first group.
+
+Ranks that differ would make different collectives and wait for each other without a word. A run that asks for nothing
+of ours says what it has, in a few messages to the store, for ranks that may ask; it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.mbs import checks as mbs_checks
+from mindspeed_chunk.moe import checks as moe_checks
+from mindspeed_chunk.patches import settings
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, logger
+
+_NAME = "init_parallel_state"
+_SEAM = Seam(_NAME, importers=("mindspeed_mm.fsdp.train.trainer", "mindspeed_mm.fsdp.inference.inference_runner"))
+_FEATURES = ("recompute", "offload", "chunk_mbs", "chunkmbs")
+_TRAINING = ("micro_batch_size", "val_micro_batch_size", "gradient_accumulation_steps")
+
+_arguments: Any = None
+_group: weakref.ref | None = None  # the default process group whose ranks were compared
+
+
+def note(arguments: Any) -> None:
+    """What the host has read, for the time when the ranks have met."""
+    global _arguments
+    _arguments = arguments
+
+
+def apply(module: Any) -> Undo:
+    if not callable(getattr(module, _NAME, None)):
+        raise Drifted(f"no {_NAME}")
+    _SEAM.found(module)
+    _SEAM.replace(_after_comparison)
+    return _take_back
+
+
+def _take_back() -> None:
+    global _arguments, _group
+    _SEAM.forget()
+    _arguments = _group = None
+
+
+def _after_comparison(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init_parallel_state(*args, **kwargs):
+        _compare()
+        return original(*args, **kwargs)
+
+    return init_parallel_state
+
+
+def _compare() -> None:
+    """Once for a default process group: the host may ask for its state again on some ranks alone."""
+    global _group
+    import torch.distributed as dist
+
+    if _arguments is None or not dist.is_initialized() or _group and _group() is dist.group.WORLD:
+        return
+    asked = False
+    try:
+        from mindspeed_chunk import consistency
+
+        _group = weakref.ref(dist.group.WORLD)
+        asked = _asked(_arguments)
+        consistency.check(_resolved(_arguments), wait=asked)
+    except ConfigError as error:
+        raise SystemExit(f"mindspeed_chunk: {error}") from None
+    except Exception as error:  # whatever a store does: what is wrong with it, the host's first group will say
+        level = logging.WARNING if asked else logging.DEBUG
+        logger.log(level, f"mindspeed_chunk: configurations were not compared: {type(error).__name__}: {error}")
+
+
+def _asked(arguments: Any) -> bool:
+    """Whether a feature of ours will run, and not the host's own of its name."""
+    chunk_mbs = settings.features(arguments).get("enable_chunk_mbs") is True
+    return (
+        arguments.parallel.ep_plan.dispatcher == moe_checks.NAME
+        and not settings.host_dispatcher_chosen()
+        or chunk_mbs
+        and not settings.host_chunk_mbs_chosen()
+    )
+
+
+def _resolved(arguments: Any) -> dict[str, Any]:
+    """What decides on collectives and on the sizes of what they carry, by the keys of the yaml.
+
+    Nothing that may differ between the machines of a run: no path, nothing about logs, no rank.
+    """
+    from mindspeed_chunk.consistency import flatten
+
+    features = settings.features(arguments)
+    features = {key: value for key, value in features.items() if any(part in key for part in _FEATURES)}
+    offload = getattr(arguments.model, "_extra_fields", {}).get("activation_offload_plan")  # where 26.0 has it
+    values = {
+        **flatten(arguments.parallel, "parallel"),
+        **flatten(features, "features"),
+        **flatten(offload, "model.activation_offload_plan"),
+        **{f"training.{name}": getattr(arguments.training, name, None) for name in _TRAINING},
+    }
+    parts = {key: key.split(".") for key in values}
+    for key, names in parts.items():
+        if names[-1].endswith("_rank") or any(name.startswith("_") for name in names):
+            del values[key]
+    for plan, config in ((moe_checks.PLAN, ChunkMoEConfig), (mbs_checks.PLAN, ChunkMBSConfig)):
+        for field in dataclasses.fields(config):
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            if values.get(key := f"{plan}.{field.name}") == default:
+                values.pop(key, None)  # as if it was not set: no version of the host knows all of our keys
+    if arguments.parallel.ep_plan.dispatcher == moe_checks.NAME:
+        values[settings.DISPATCHER] = settings.host_dispatcher_chosen()
+    if features.get("enable_chunk_mbs"):
+        values[settings.CHUNK_MBS] = settings.host_chunk_mbs_chosen()
+    return values
+
+
+PATCH = Patch(
+    name="parallel state",
+    module="mindspeed_mm.fsdp.distributed.parallel_state",
+    target=_NAME,
+    hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
+    expects=f"{_NAME}, called between init_process_group and the first group of the host",
+    why="ranks with different yamls would wait for each other in their first steps, without a word",
+    until="the host compares them",
+    apply=apply,
+)
