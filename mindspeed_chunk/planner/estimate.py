@@ -25,10 +25,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from mindspeed_chunk.planner.activations import RECOMPUTED, activations, block_bytes
-from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
-from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
+from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
+from mindspeed_chunk.planner.expert_memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.planner.layout import Layout, Span
+from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
 from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
@@ -37,6 +37,7 @@ from mindspeed_chunk.planner.traffic import (
     data_parallel_traffic,
     expert_traffic,
     fsdp_traffic,
+    model_parallel_elements,
     model_parallel_traffic,
 )
 
@@ -70,6 +71,17 @@ class Estimate(NamedTuple):
         return sum(self.seconds.values())
 
 
+class _Layer(NamedTuple):
+    """What a call of an MoE layer takes; seconds of its forward and backward, and what of them is exposed."""
+
+    memory: ExpertMemory
+    times: ChunkTimes
+    forward: float
+    exposed: float
+    backward: float
+    exposed_back: float
+
+
 @dataclass
 class Estimator:
     """Estimates of many settings for one job; parts that settings share are computed once."""
@@ -78,9 +90,9 @@ class Estimator:
     _cache: dict = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Estimate:
-        expert, times = self._layer(setting)
-        memory, host = self._memory(setting, expert)
-        return Estimate(setting, memory, self._seconds(setting, times), host, expert, times)
+        layer, state = self._layer(setting), self._state(setting)
+        memory, host = self._memory(setting, layer.memory, state)
+        return Estimate(setting, memory, self._seconds(setting, layer, state), host, layer.memory, layer.times)
 
     def _once(self, make: Callable[..., _Made], *of: Hashable) -> _Made:
         key = (make.__name__, *of)
@@ -88,28 +100,32 @@ class Estimator:
             self._cache[key] = make(*of)
         return self._cache[key]
 
-    def _layer(self, setting: Setting) -> tuple[ExpertMemory, ChunkTimes]:
-        job, shape = self.job, setting.layer(self.job)
-        how: dict[str, Any] = {"num_chunks": setting.num_chunks, "schedule": setting.schedule, "keep": setting.keep}
-        key = ("layer", shape, setting.layout, *how.values())
+    def _layer(self, setting: Setting) -> _Layer:
+        layout, span = setting.layout, setting.layout.span("ep", self.job.devices_per_node)
+        how = (setting.num_chunks, setting.schedule, setting.keep)
+        key = ("layer", setting.tokens(self.job), layout.tp, layout.ep, span, *how)
         if key not in self._cache:
-            rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
-            span = Span.of(setting.layout.groups("ep"), job.devices_per_node)
-            times = chunk_times(shape, job.device, span, dtype=job.compute, rows=rows, **how)
-            self._cache[key] = (expert_memory(shape, rows=rows, **how), times)
+            self._cache[key] = self._made_layer(setting.layer(self.job), span, *how)
         return self._cache[key]
+
+    def _made_layer(self, shape: LayerShape, span: Span, num_chunks: int, schedule: str, keep: str) -> _Layer:
+        job = self.job
+        rows = balanced_rows(shape, num_chunks, job.imbalance)
+        memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
+        times = chunk_times(shape, job.device, span, schedule=schedule, keep=keep, dtype=job.compute, rows=rows)
+        forward, backward = times
+        return _Layer(memory, times, forward.total, forward.exposed, backward.total, backward.exposed)
 
     def sharding(self, setting: Setting) -> Sharding:
         return Sharding(self.job.world, setting.layout.ep, train_vision=self.job.train_vision)
 
     # memory
 
-    def _memory(self, setting: Setting, expert: ExpertMemory) -> tuple[dict[str, int], int]:
+    def _memory(self, setting: Setting, expert: ExpertMemory, state: StateBytes) -> tuple[dict[str, int], int]:
         job, layout = self.job, setting.layout
-        state = self._state(setting)
         gathered = self._once(self._fsdp_gathered, layout.ep) if setting.backend == FSDP2 else 0
         tokens = setting.tokens(job)
-        block = block_bytes(job.model, tokens, job.element_size, expert, layout.tp)
+        block = self._once(self._block, tokens, layout.tp, expert)
         kept = activations(setting.policy, block, job.model.num_hidden_layers // layout.pp)
         held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
         if setting.micro_chunks > 1:
@@ -127,6 +143,9 @@ class Estimator:
             "head": logits * (job.element_size + 4 + 4),
         }
         return memory, host * in_flight
+
+    def _block(self, tokens: int, tp: int, expert: ExpertMemory) -> BlockBytes:
+        return block_bytes(self.job.model, tokens, self.job.element_size, expert, tp)
 
     def _state(self, setting: Setting) -> StateBytes:
         if setting.backend == FSDP2:
@@ -154,35 +173,34 @@ class Estimator:
         return list(found.values())
 
     def _megatron_state(self, layout: Layout) -> StateBytes:
-        recipe, parameters = self.job.recipe, self.job.model.parameters()
-        others = sum(p.numel for p in parameters if not p.expert) // (layout.tp * layout.pp)
-        experts = sum(p.numel for p in parameters if p.expert) // (layout.tp * layout.pp * layout.ep)
+        recipe = self.job.recipe
+        others, experts = model_parallel_elements(self.job.model, layout)
         spread = recipe.master + recipe.moments
         optimizer = others * spread // layout.size("dp_cp") + experts * spread // layout.edp
         return StateBytes((others + experts) * recipe.weight, (others + experts) * recipe.grad, optimizer)
 
     # time
 
-    def _seconds(self, setting: Setting, times: ChunkTimes) -> dict[str, float]:
+    def _seconds(self, setting: Setting, layer: _Layer, state: StateBytes) -> dict[str, float]:
         job, layout = self.job, setting.layout
         layers, chunks, passes = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.accumulation
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
-        dense = self._dense_seconds(setting.tokens(job)) / layout.tp
+        dense = self._once(self._dense_seconds, setting.tokens(job)) / layout.tp
         count = layers * chunks * passes
-        moe, moe_back = times.forward, times.backward
         seconds = {
             "attention and dense": count * dense * (1 + _BACKWARD),
-            "experts": count * (moe.total - moe.exposed + moe_back.total - moe_back.exposed),
-            "recompute": count * again * (dense + moe.total - moe.exposed),
-            "exposed all-to-all": count * (moe.exposed * (1 + again) + moe_back.exposed),
-            "head": self._head_seconds(setting),
+            "experts": count * (layer.forward - layer.exposed + layer.backward - layer.exposed_back),
+            "recompute": count * again * (dense + layer.forward - layer.exposed),
+            "exposed all-to-all": count * (layer.exposed * (1 + again) + layer.exposed_back),
+            "head": self._once(self._head_seconds, layout, setting.micro_batch * setting.accumulation),
         }
-        forward = chunks * (dense + moe.total)
-        backward = chunks * (_BACKWARD * dense + moe_back.total + again * (dense + moe.total))
+        forward = chunks * (dense + layer.forward)
+        backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
         if setting.backend == FSDP2:
             seconds["exposed gathers"] = self._exposed_gathers(setting, forward, backward)
         seconds["model parallel"] = self._model_parallel(setting, sum(seconds.values()))
-        seconds["optimizer"] = self._optimizer_seconds(setting)
+        # every byte of the state is read and written once
+        seconds["optimizer"] = 2 * state.total / job.device.memory_rate
         return seconds
 
     def core_share(self) -> float:
@@ -212,57 +230,59 @@ class Estimator:
         prefix = "model.language_model.layers."
         return sum(p.numel for p in self.job.model.parameters() if p.name.startswith(prefix) and not p.expert)
 
-    def _head_seconds(self, setting: Setting) -> float:
-        job, layout = self.job, setting.layout
-        tokens = setting.micro_batch * setting.accumulation * job.sequence // layout.cp
+    def _head_seconds(self, layout: Layout, samples: int) -> float:
+        job = self.job
+        tokens = samples * job.sequence // layout.cp
         operations = 2 * tokens * job.model.vocab_size * job.model.hidden_size * (1 + _BACKWARD)
         return operations / job.device.rate(job.compute) / layout.tp
 
     def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
         job = self.job
-        gather, reduce = self._once(self._block_collectives, setting.layout)
+        gather, reduce = self._once(self._block_collectives, setting.layout.ep)
         one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
         return job.model.num_hidden_layers * setting.accumulation * one
 
-    def _block_collectives(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of the gathers and of the reduce-scatters of the mean block."""
+    def _block_collectives(self, ep: int) -> tuple[float, float]:
+        """Seconds of FSDP2's gathers and of its reduce-scatters for the mean block."""
         job, gather, reduce = self.job, 0.0, 0.0
-        for unit in units(job.model, Sharding(job.world, layout.ep)):
+        layout = Layout(ep=ep, dp=job.world)
+        spans = {kind: layout.span(kind, job.devices_per_node) for kind in ("edp", "dp_cp")}
+        for unit in units(job.model, Sharding(job.world, ep)):
             if ".layers." in unit.name:
-                span = Span.of(layout.groups("edp" if unit.expert else "dp_cp"), job.devices_per_node)
-                elements = unit.gathered()
+                span, elements = spans["edp" if unit.expert else "dp_cp"], unit.gathered()
                 gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
                 reduce += collective_seconds(REDUCE_SCATTER, elements * _REDUCED, span, job.device)
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
 
     def _model_parallel(self, setting: Setting, work: float) -> float:
         """What nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's."""
-        job, layout = self.job, setting.layout
-        sent = sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting))
-        return sent + (work + sent) * (layout.pp - 1) / setting.accumulation
+        sent = self._once(self._sent_seconds, *self._sender(setting))
+        return sent + (work + sent) * (setting.layout.pp - 1) / setting.accumulation
 
-    def _optimizer_seconds(self, setting: Setting) -> float:
-        """Every byte of its state read and written once."""
-        return 2 * self._state(setting).total / self.job.device.memory_rate
+    def _sent_seconds(self, layout: Layout, *sender: Any) -> float:
+        job, found = self.job, self._own_traffic(layout, *sender)
+        return sum(each.seconds(layout, job.devices_per_node, job.device) for each in found)
 
     # traffic
 
-    def _own_traffic(self, setting: Setting) -> list[Collective]:
-        job, layout = self.job, setting.layout
+    def _sender(self, setting: Setting) -> tuple[Layout, str, str, int, int]:
+        """All that `_own_traffic` depends on."""
+        passes = setting.accumulation * setting.micro_chunks
+        return setting.layout, setting.backend, setting.context, setting.tokens(self.job), passes
+
+    def _own_traffic(
+        self, layout: Layout, backend: str, context: str, tokens: int, micro_batches: int
+    ) -> list[Collective]:
+        model, recipe = self.job.model, self.job.recipe
         found = model_parallel_traffic(
-            job.model,
-            layout,
-            job.recipe,
-            tokens=setting.tokens(job),
-            micro_batches=setting.accumulation * setting.micro_chunks,
-            context=setting.context,
+            model, layout, recipe, tokens=tokens, micro_batches=micro_batches, context=context
         )
-        return found if setting.backend == FSDP2 else found + data_parallel_traffic(job.model, layout, job.recipe)
+        return found if backend == FSDP2 else found + data_parallel_traffic(model, layout, recipe)
 
     def traffic(self, setting: Setting) -> list[Collective]:
         """All collectives of one step, balanced."""
         job = self.job
-        found = self._own_traffic(setting)
+        found = self._own_traffic(*self._sender(setting))
         if setting.backend == FSDP2:
             found = fsdp_traffic(job.model, self.sharding(setting), job.recipe, setting.accumulation) + found
         again = setting.policy in RECOMPUTED

@@ -212,6 +212,13 @@ def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> di
 
 
 @functools.lru_cache(maxsize=16)
+def num_by_kind(size: ModelSize) -> tuple[int, int]:
+    """Elements of everything but the experts, and of the experts."""
+    experts = sum(parameter.numel for parameter in size.parameters() if parameter.expert)
+    return size.num_parameters() - experts, experts
+
+
+@functools.lru_cache(maxsize=16)
 def _all_parameters(size: ModelSize) -> tuple[Parameter, ...]:
     return tuple(_parameters(size))
 
