@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
-from mindspeed_chunk.planner.expert_memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
 from mindspeed_chunk.planner.layout import Layout, Span
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
@@ -71,10 +71,34 @@ class Estimate(NamedTuple):
         return sum(self.seconds.values())
 
 
+class _Common(NamedTuple):
+    """What settings have in common that differ in N, schedule, keep and policy alone.
+
+    Attributes:
+        span: of the expert-parallel group.
+        head: bytes of the logits, and seconds of the head.
+        dense: seconds of the forward of a block's other parts than experts, on `tokens` tokens.
+        collectives: seconds of FSDP2's gathers and reduce-scatters for a block.
+        sent: seconds of `_own_traffic`.
+    """
+
+    tokens: int
+    span: Span
+    layers: int
+    micro_chunks: int
+    state: StateBytes
+    gathered: int
+    head: tuple[int, float]
+    dense: float
+    collectives: tuple[float, float]
+    sent: float
+
+
 class _Layer(NamedTuple):
-    """What a call of an MoE layer takes; seconds of its forward and backward, and what of them is exposed."""
+    """A call of an MoE layer, and the block around it; seconds of its directions, and what of them is exposed."""
 
     memory: ExpertMemory
+    block: BlockBytes
     times: ChunkTimes
     forward: float
     exposed: float
@@ -90,9 +114,14 @@ class Estimator:
     _cache: dict = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Estimate:
-        layer, state = self._layer(setting), self._state(setting)
-        memory, host = self._memory(setting, layer.memory, state)
-        return Estimate(setting, memory, self._seconds(setting, layer, state), host, layer.memory, layer.times)
+        batch = (setting.micro_batch, setting.accumulation, setting.chunk_mbs)
+        key = (setting.layout, setting.backend, setting.context, *batch)
+        common = self._cache.get(key)
+        if common is None:
+            common = self._cache[key] = self._common(setting)
+        layer = self._layer(setting, common)
+        memory, host = self._memory(setting, common, layer)
+        return Estimate(setting, memory, self._seconds(setting, common, layer), host, layer.memory, layer.times)
 
     def _once(self, make: Callable[..., _Made], *of: Hashable) -> _Made:
         key = (make.__name__, *of)
@@ -100,57 +129,66 @@ class Estimator:
             self._cache[key] = make(*of)
         return self._cache[key]
 
-    def _layer(self, setting: Setting) -> _Layer:
-        layout, span = setting.layout, setting.layout.span("ep", self.job.devices_per_node)
-        how = (setting.num_chunks, setting.schedule, setting.keep)
-        key = ("layer", setting.tokens(self.job), layout.tp, layout.ep, span, *how)
-        if key not in self._cache:
-            self._cache[key] = self._made_layer(setting.layer(self.job), span, *how)
-        return self._cache[key]
+    def _common(self, setting: Setting) -> _Common:
+        job, layout, fsdp2 = self.job, setting.layout, setting.backend == FSDP2
+        tokens = setting.tokens(job)
+        return _Common(
+            tokens=tokens,
+            span=layout.span("ep", job.devices_per_node),
+            layers=job.model.num_hidden_layers // layout.pp,
+            micro_chunks=setting.micro_chunks,
+            state=self._once(self._fsdp_state, layout.ep) if fsdp2 else self._megatron_state(layout),
+            gathered=self._once(self._fsdp_gathered, layout.ep) if fsdp2 else 0,
+            head=(self._logits(setting), self._head_seconds(setting)),
+            dense=self._once(self._dense_seconds, tokens) / layout.tp,
+            collectives=self._once(self._block_collectives, layout.ep) if fsdp2 else (0.0, 0.0),
+            sent=sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting)),
+        )
 
-    def _made_layer(self, shape: LayerShape, span: Span, num_chunks: int, schedule: str, keep: str) -> _Layer:
-        job = self.job
-        rows = balanced_rows(shape, num_chunks, job.imbalance)
-        memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
-        times = chunk_times(shape, job.device, span, schedule=schedule, keep=keep, dtype=job.compute, rows=rows)
-        forward, backward = times
-        return _Layer(memory, times, forward.total, forward.exposed, backward.total, backward.exposed)
+    def _layer(self, setting: Setting, common: _Common) -> _Layer:
+        key = (common.tokens, common.span, setting.layout.tp, setting.num_chunks, setting.schedule, setting.keep)
+        layer = self._cache.get(key)
+        if layer is None:
+            layer = self._cache[key] = self._made_layer(setting, common)
+        return layer
+
+    def _made_layer(self, setting: Setting, common: _Common) -> _Layer:
+        job, shape = self.job, setting.layer(self.job)
+        rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
+        how: dict[str, Any] = {"schedule": setting.schedule, "keep": setting.keep, "rows": rows}
+        memory = expert_memory(shape, **how)
+        times = chunk_times(shape, job.device, common.span, dtype=job.compute, **how)
+        block = block_bytes(job.model, common.tokens, job.element_size, memory, setting.layout.tp)
+        return _Layer(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
 
     def sharding(self, setting: Setting) -> Sharding:
         return Sharding(self.job.world, setting.layout.ep, train_vision=self.job.train_vision)
 
     # memory
 
-    def _memory(self, setting: Setting, expert: ExpertMemory, state: StateBytes) -> tuple[dict[str, int], int]:
-        job, layout = self.job, setting.layout
-        gathered = self._once(self._fsdp_gathered, layout.ep) if setting.backend == FSDP2 else 0
-        tokens = setting.tokens(job)
-        block = self._once(self._block, tokens, layout.tp, expert)
-        kept = activations(setting.policy, block, job.model.num_hidden_layers // layout.pp)
-        held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
-        if setting.micro_chunks > 1:
-            batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * block.input
-            held *= 1 if setting.policy == "offload" else setting.micro_chunks
-        in_flight = min(layout.pp, setting.accumulation)
-        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // layout.tp
+    def _memory(self, setting: Setting, common: _Common, layer: _Layer) -> tuple[dict[str, int], int]:
+        state, expert = common.state, layer.memory
+        kept = activations(setting.policy, layer.block, common.layers)
+        held, host, batch = kept.kept, kept.host * common.micro_chunks, 0
+        if common.micro_chunks > 1:
+            batch = _CHUNK_MBS_HIDDEN * common.micro_chunks * layer.block.input
+            held *= 1 if setting.policy == "offload" else common.micro_chunks
+        in_flight = min(setting.layout.pp, setting.accumulation)
         memory = {
             "parameters": state.parameters,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
-            "gathered": gathered,
+            "gathered": common.gathered,
             "activations": held * in_flight + kept.working + batch,
             "expert layer": expert.peak - expert.kept + expert.weight_grads,
-            "head": logits * (job.element_size + 4 + 4),
+            "head": common.head[0],
         }
         return memory, host * in_flight
 
-    def _block(self, tokens: int, tp: int, expert: ExpertMemory) -> BlockBytes:
-        return block_bytes(self.job.model, tokens, self.job.element_size, expert, tp)
-
-    def _state(self, setting: Setting) -> StateBytes:
-        if setting.backend == FSDP2:
-            return self._once(self._fsdp_state, setting.layout.ep)
-        return self._once(self._megatron_state, setting.layout)
+    def _logits(self, setting: Setting) -> int:
+        job = self.job
+        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // setting.layout.tp
+        return logits * (job.element_size + 4 + 4)
 
     def _fsdp_state(self, ep: int) -> StateBytes:
         return state_bytes(
@@ -181,26 +219,28 @@ class Estimator:
 
     # time
 
-    def _seconds(self, setting: Setting, layer: _Layer, state: StateBytes) -> dict[str, float]:
-        job, layout = self.job, setting.layout
-        layers, chunks, passes = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.accumulation
+    def _seconds(self, setting: Setting, common: _Common, layer: _Layer) -> dict[str, float]:
+        dense, chunks, passes = common.dense, common.micro_chunks, setting.accumulation
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
-        dense = self._once(self._dense_seconds, setting.tokens(job)) / layout.tp
-        count = layers * chunks * passes
+        count = common.layers * chunks * passes
         seconds = {
             "attention and dense": count * dense * (1 + _BACKWARD),
             "experts": count * (layer.forward - layer.exposed + layer.backward - layer.exposed_back),
             "recompute": count * again * (dense + layer.forward - layer.exposed),
             "exposed all-to-all": count * (layer.exposed * (1 + again) + layer.exposed_back),
-            "head": self._once(self._head_seconds, layout, setting.micro_batch * setting.accumulation),
+            "head": common.head[1],
         }
-        forward = chunks * (dense + layer.forward)
-        backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
         if setting.backend == FSDP2:
-            seconds["exposed gathers"] = self._exposed_gathers(setting, forward, backward)
-        seconds["model parallel"] = self._model_parallel(setting, sum(seconds.values()))
+            forward = chunks * (dense + layer.forward)
+            backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
+            gather, reduce = common.collectives
+            one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            seconds["exposed gathers"] = common.layers * passes * one
+        # what nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's
+        work = sum(seconds.values()) + common.sent
+        seconds["model parallel"] = common.sent + work * (setting.layout.pp - 1) / passes
         # every byte of the state is read and written once
-        seconds["optimizer"] = 2 * state.total / job.device.memory_rate
+        seconds["optimizer"] = 2 * common.state.total / self.job.device.memory_rate
         return seconds
 
     def core_share(self) -> float:
@@ -230,17 +270,11 @@ class Estimator:
         prefix = "model.language_model.layers."
         return sum(p.numel for p in self.job.model.parameters() if p.name.startswith(prefix) and not p.expert)
 
-    def _head_seconds(self, layout: Layout, samples: int) -> float:
-        job = self.job
-        tokens = samples * job.sequence // layout.cp
+    def _head_seconds(self, setting: Setting) -> float:
+        job, layout = self.job, setting.layout
+        tokens = setting.micro_batch * setting.accumulation * job.sequence // layout.cp
         operations = 2 * tokens * job.model.vocab_size * job.model.hidden_size * (1 + _BACKWARD)
         return operations / job.device.rate(job.compute) / layout.tp
-
-    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
-        job = self.job
-        gather, reduce = self._once(self._block_collectives, setting.layout.ep)
-        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-        return job.model.num_hidden_layers * setting.accumulation * one
 
     def _block_collectives(self, ep: int) -> tuple[float, float]:
         """Seconds of FSDP2's gathers and of its reduce-scatters for the mean block."""
@@ -254,35 +288,24 @@ class Estimator:
                 reduce += collective_seconds(REDUCE_SCATTER, elements * _REDUCED, span, job.device)
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
 
-    def _model_parallel(self, setting: Setting, work: float) -> float:
-        """What nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's."""
-        sent = self._once(self._sent_seconds, *self._sender(setting))
-        return sent + (work + sent) * (setting.layout.pp - 1) / setting.accumulation
-
-    def _sent_seconds(self, layout: Layout, *sender: Any) -> float:
-        job, found = self.job, self._own_traffic(layout, *sender)
-        return sum(each.seconds(layout, job.devices_per_node, job.device) for each in found)
-
     # traffic
 
-    def _sender(self, setting: Setting) -> tuple[Layout, str, str, int, int]:
-        """All that `_own_traffic` depends on."""
-        passes = setting.accumulation * setting.micro_chunks
-        return setting.layout, setting.backend, setting.context, setting.tokens(self.job), passes
-
-    def _own_traffic(
-        self, layout: Layout, backend: str, context: str, tokens: int, micro_batches: int
-    ) -> list[Collective]:
-        model, recipe = self.job.model, self.job.recipe
+    def _own_traffic(self, setting: Setting) -> list[Collective]:
+        job, layout = self.job, setting.layout
         found = model_parallel_traffic(
-            model, layout, recipe, tokens=tokens, micro_batches=micro_batches, context=context
+            job.model,
+            layout,
+            job.recipe,
+            tokens=setting.tokens(job),
+            micro_batches=setting.accumulation * setting.micro_chunks,
+            context=setting.context,
         )
-        return found if backend == FSDP2 else found + data_parallel_traffic(model, layout, recipe)
+        return found if setting.backend == FSDP2 else found + data_parallel_traffic(job.model, layout, job.recipe)
 
     def traffic(self, setting: Setting) -> list[Collective]:
         """All collectives of one step, balanced."""
         job = self.job
-        found = self._own_traffic(*self._sender(setting))
+        found = self._own_traffic(setting)
         if setting.backend == FSDP2:
             found = fsdp_traffic(job.model, self.sharding(setting), job.recipe, setting.accumulation) + found
         again = setting.policy in RECOMPUTED
