@@ -313,7 +313,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(words, told, capsys, monkeyp
         ("a: 1\n\tb: 2", "cannot be read"),
         ("memory_gb: 1", "is missing"),
         ("speed: 1", "unknown key"),
-        (f"{{memory_gb: -1, {REST}}}", "must be a number > 0"),
+        (f"{{memory_gb: -1, {REST}}}", "must be a number of at least 0.001 and at most 1000000"),
         (f"{{memory_gb: 1, {REST}, intra_messages: [[1, 2]]}}", "at least two"),
     ],
 )  # fmt: skip

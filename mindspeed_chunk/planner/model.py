@@ -10,16 +10,20 @@ import dataclasses
 import functools
 import json
 import math
+import os.path
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.planner.files import read
 
 MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_MOST_BYTES, _MOST = 10**6, 10**9
+_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "depth"), 1000
 # one layer in this many has full attention, where a config does not list them
 _FULL_ATTENTION_INTERVAL = 4
 
@@ -151,7 +155,7 @@ def load_model(name: str) -> ModelSize:
         ConfigError: naming the models there are.
     """
     folder = Path(name)
-    if folder.is_dir() or folder.suffix == ".json":
+    if os.path.isdir(folder) or folder.suffix == ".json":
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
     found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
@@ -164,11 +168,7 @@ def load_model(name: str) -> ModelSize:
 
 def _from_folder(name: str, path: Path) -> ModelSize:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"its {file.name} cannot be read: {' '.join(str(error).split())}"
-        raise ConfigError.about("--model", name, reason, "give the folder of a Qwen3.5-MoE") from None
+    content = read("--model", name, file, json.loads, _MOST_BYTES, "give the folder of a Qwen3.5-MoE")
     if not isinstance(content, Mapping):
         raise ConfigError.about("--model", name, f"its {file.name} is no mapping", "give the folder of a Qwen3.5-MoE")
     return from_config(content, name, str(file))
@@ -181,34 +181,52 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
         ConfigError: for another kind of model, or a size that is no positive integer.
     """
     if content.get("model_type") != MODEL_TYPE:
-        rule = f"its model_type is {content.get('model_type')!r}, and {MODEL_TYPE!r} is the one that is known"
-        raise ConfigError.about("--model", name, rule, "give the folder of a Qwen3.5-MoE")
+        raise _wrong(name, "model_type", content.get("model_type"), f"must be {MODEL_TYPE!r}, the one that is known")
+    for key in ("text_config", "vision_config"):
+        if not isinstance(content.get(key, {}), Mapping):
+            raise _wrong(name, key, content[key], "must be a mapping")
     text = {"tie_word_embeddings": False, **content, **content.get("text_config", {})}
+    if not isinstance(text["tie_word_embeddings"], bool):
+        raise _wrong(name, "tie_word_embeddings", text["tie_word_embeddings"], "must be true or false")
     size = ModelSize(
         name=name,
         source=source,
         vision=VisionSize(**_sizes(VisionSize, content.get("vision_config", {}), name, "vision_config")),
         **_sizes(ModelSize, text, name, "text_config"),
-        tie_word_embeddings=bool(text["tie_word_embeddings"]),
+        tie_word_embeddings=text["tie_word_embeddings"],
     )
+    if size.num_experts_per_tok > size.num_experts:
+        rule = f"must be at most num_experts, {size.num_experts}"
+        raise _wrong(name, "text_config.num_experts_per_tok", size.num_experts_per_tok, rule)
+    return dataclasses.replace(size, layer_types=_layer_types(text, size.num_hidden_layers, name))
+
+
+def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, ...]:
     layers = text.get("layer_types")
     if layers is None:
         interval = text.get("full_attention_interval", _FULL_ATTENTION_INTERVAL)
-        layers = [_LINEAR if (n + 1) % interval else _FULL for n in range(size.num_hidden_layers)]
-    if len(layers) != size.num_hidden_layers or not set(layers) <= {_LINEAR, _FULL}:
-        rule = f"its layer_types must be {size.num_hidden_layers} of {_LINEAR} and {_FULL}"
-        raise ConfigError.about("--model", name, rule, "correct the config")
-    return dataclasses.replace(size, layer_types=tuple(layers))
+        _check_size(interval, _MOST_LAYERS, name, "text_config.full_attention_interval")
+        return tuple(_LINEAR if (n + 1) % interval else _FULL for n in range(number))
+    if not isinstance(layers, list) or len(layers) != number or any(kind not in (_LINEAR, _FULL) for kind in layers):
+        rule = f"must be a list of {number} (num_hidden_layers), each {_LINEAR} or {_FULL}"
+        raise _wrong(name, "text_config.layer_types", layers, rule)
+    return tuple(layers)
 
 
-def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, Any]:
-    found = {field.name: content[field.name] for field in dataclasses.fields(cls) if field.name in content}
-    sizes = {key: value for key, value in found.items() if key not in ("name", "source", "vision", "layer_types")}
-    sizes.pop("tie_word_embeddings", None)
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError.about(f"--model {name}: {section}.{key}", value, "must be an integer >= 1", "correct it")
-    return sizes
+def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, int]:
+    keys = [field.name for field in dataclasses.fields(cls) if field.type == "int" and field.name in content]
+    for key in keys:
+        _check_size(content[key], _MOST_LAYERS if key in _LAYERS else _MOST, name, f"{section}.{key}")
+    return {key: content[key] for key in keys}
+
+
+def _check_size(value: Any, most: int, name: str, key: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {most}")
+
+
+def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError.about(f"--model {name}: {key}", value, rule, "correct its config.json, or give another model")
 
 
 @functools.lru_cache(maxsize=16)

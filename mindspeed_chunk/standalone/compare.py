@@ -4,34 +4,69 @@ Reads the metrics files of several runs, prints one table, the first run being w
 draws the loss curves. A run is named after its file.
 """
 
-import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.tools.output import complain, console, escape_unprintable, plain, printable, unwritable
+from mindspeed_chunk.tools.parser import Parser
+
 WARM_UP = 2  # iterations that the step time leaves out: the first are slower, and the second is watched
+PHASES = ("forward", "recompute", "backward")
 
 
 def read_metrics(path):
     """The records of a metrics file, one an iteration. Raises ValueError with one line."""
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON lines: {error}") from None
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:  # no UTF-8, no path
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    records = [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
     if not records:
         raise ValueError(f"{path}: no iteration in it")
     return records
 
 
+def _record(line, where):
+    way_out = "give what the trainer wrote to standalone.metrics_path"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON lines: {error}; {way_out}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: must be an object; {way_out}")
+    for key in ("iteration", "loss", "elapsed_ms"):
+        if not _is_number(record.get(key)):
+            raise ConfigError.about(f"{where}: {key}", record.get(key), "must be a number", way_out)
+    if not _is_counted(record.get("per_layer", dict.fromkeys(PHASES, {}))):
+        rule = f"must have numbers for {', '.join(PHASES)}"
+        raise ConfigError.about(f"{where}: per_layer", record["per_layer"], rule, way_out)
+    return record
+
+
+def _is_number(value):
+    """Whether it is one that can be computed with; a loss may be nan."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
+def _is_counted(value):
+    counts = [value.get(phase) for phase in PHASES] if isinstance(value, dict) else [None]
+    return all(isinstance(count, dict) and all(map(_is_number, count.values())) for count in counts)
+
+
 def largest_difference(losses, base):
-    """The largest relative difference of two loss curves over the iterations that both have."""
-    return max(abs(loss - other) / abs(other) for loss, other in zip(losses, base))
+    """The largest relative difference of two loss curves over the iterations that both have.
+
+    Nan where a loss is; infinite where the first curve alone is 0 or infinite.
+    """
+    found = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
+             for loss, other in zip(losses, base)]  # fmt: skip
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def traffic(records, kind):
@@ -39,7 +74,7 @@ def traffic(records, kind):
     counted = next((record["per_layer"] for record in records if "per_layer" in record), None)
     if counted is None:
         return "-"
-    parts = [counted[phase].get(kind, 0) for phase in ("forward", "recompute", "backward")]
+    parts = [counted[phase].get(kind, 0) for phase in PHASES]
     return f"{sum(parts):g} ({'+'.join(f'{part:g}' for part in parts)})"
 
 
@@ -61,7 +96,7 @@ def table(runs):
         losses = [record["loss"] for record in records]
         times = [record["elapsed_ms"] for record in records]
         result.add_row(
-            name,
+            printable(name),
             f"{losses[0]:.4f}",
             f"{losses[-1]:.4f}",
             f"{largest_difference(losses, base):.1e}" if result.row_count else "-",
@@ -70,6 +105,12 @@ def table(runs):
             traffic(records, "host_copy"),
         )
     return result
+
+
+def names(paths):
+    """{name: path} of the runs: the file's name without its end, or the whole path where two files are named alike."""
+    stems = [path.stem for path in paths]
+    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
 
 
 def plot(runs, path):
@@ -83,7 +124,7 @@ def plot(runs, path):
     for number, (name, records) in enumerate(runs.items()):
         # thinner from curve to curve, so that equal ones stay visible under each other
         width = 1 + 2.5 * (len(runs) - 1 - number)
-        axes.plot([r["iteration"] for r in records], [r["loss"] for r in records], label=name, linewidth=width)
+        axes.plot([r["iteration"] for r in records], [r["loss"] for r in records], label=plain(name), linewidth=width)
     axes.set(xlabel="iteration", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -93,18 +134,24 @@ def plot(runs, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
+    parser = Parser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the loss curves")
     arguments = parser.parse_args(argv)
+    escape_unprintable()
     try:
-        runs = {path.stem: read_metrics(path) for path in arguments.metrics}
+        runs = {name: read_metrics(path) for name, path in names(arguments.metrics).items()}
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    Console().print(table(runs))
+        return complain(error)
+    try:
+        console().print(table(runs))
+    except OSError as error:
+        return unwritable(error)
     if arguments.plot:
-        plot(runs, arguments.plot)
+        try:
+            plot(runs, arguments.plot)
+        except (ImportError, OSError, ValueError) as error:
+            return complain(f"--plot {arguments.plot}: cannot be drawn: {getattr(error, 'strerror', None) or error}")
         print(f"loss curves: {arguments.plot}")
     return 0
 

@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import os
 import signal
 import sys
 
 import mindspeed_chunk
+from mindspeed_chunk.tools.output import escape_unprintable, unwritable
 from mindspeed_chunk.tools.parser import Parser
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
 
 
 def main() -> int:
+    escape_unprintable()
     listing = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
     parser = Parser(
         prog="mindspeed-chunk",
@@ -37,9 +38,8 @@ def main() -> int:
     try:
         code = module.main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
-        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return unwritable(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mindspeed_chunk.dist import destroy
@@ -29,6 +28,7 @@ from mindspeed_chunk.tools.bench_cases import Case, CaseError
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
+from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 
@@ -187,12 +187,12 @@ def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:
 @contextmanager
 def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
     """A function to call after each step; it moves a bar on rank 0 where that writes to a terminal."""
-    console = Console(stderr=True)
-    if dist.get_rank() != 0 or not console.is_terminal:
+    screen = console(stderr=True)
+    if dist.get_rank() != 0 or not screen.is_terminal:
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:2], MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(what, total=steps)
         advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
         yield advance

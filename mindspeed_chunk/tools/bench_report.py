@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import mindspeed_chunk
@@ -23,6 +22,10 @@ from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
+from mindspeed_chunk.tools.output import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 UNLIMITED = "not limited"
 # places of the overhead's measurement
@@ -70,12 +73,12 @@ class Measured:
 
 def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Print the tables, and write what files the options ask for."""
-    console = wide_console()
+    screen = wide_console()
     for link in dict.fromkeys(each.link for each in measured):
         here = [each for each in measured if each.link == link]
-        console.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
+        screen.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
     if options.hidden_share:
-        console.print(_hidden_table(options, measured))
+        screen.print(_hidden_table(options, measured))
     if options.json:
         Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
     if options.png:
@@ -84,8 +87,8 @@ def report(options: argparse.Namespace, measured: list[Measured]) -> None:
 
 def wide_console() -> Console:
     """The terminal, or a file or pipe with lines long enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    here = console()
+    return here if here.is_terminal else console(width=_WIDTH)
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:

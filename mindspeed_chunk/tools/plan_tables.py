@@ -31,7 +31,7 @@ def print_report(report: dict[str, Any], console: Console, *, everything: bool) 
             console.print(make(report[key]))
     if report["yaml"]:
         console.print("\nfor the yaml of MindSpeed-MM:\n", highlight=False)
-        console.print(report["yaml"], highlight=False, soft_wrap=True, markup=False)
+        console.print(report["yaml"], highlight=False, soft_wrap=True)
 
 
 def _print_job(job: dict[str, Any], console: Console) -> None:

@@ -140,7 +140,7 @@ def _write(options: argparse.Namespace, records: list[Record]) -> None:
     Path(written[1]).write_text(json.dumps(trace_files.chrome(records)) + "\n", encoding="utf-8")
     console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk\\[tools]'")
+        console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     else:
         written.append(f"{options.out}.png")
         trace_files.draw(title, records[0], written[-1])
