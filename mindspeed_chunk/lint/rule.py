@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.lint import keys
+from mindspeed_chunk import keys
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.edits import Edit
 
