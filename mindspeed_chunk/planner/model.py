@@ -10,18 +10,21 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.model_config import MAX_LAYERS
 
 MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # one layer in this many has full attention, where a config does not list them
 _FULL_ATTENTION_INTERVAL = 4
+_LAYERS, _MAX_SIZE = ("num_hidden_layers", "depth"), 10**9
 
 
 class Parameter(NamedTuple):
@@ -151,7 +154,7 @@ def load_model(name: str) -> ModelSize:
         ConfigError: naming the models there are.
     """
     folder = Path(name)
-    if folder.is_dir() or folder.suffix == ".json":
+    if os.path.isdir(folder) or folder.suffix == ".json":  # not Path's, which raises for a name that is too long
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
     found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
@@ -163,10 +166,10 @@ def load_model(name: str) -> ModelSize:
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"its {file.name} cannot be read: {' '.join(str(error).split())}"
         raise ConfigError.about("--model", name, reason, "give the folder of a Qwen3.5-MoE") from None
     if not isinstance(content, Mapping):
@@ -183,19 +186,21 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
     if content.get("model_type") != MODEL_TYPE:
         rule = f"its model_type is {content.get('model_type')!r}, and {MODEL_TYPE!r} is the one that is known"
         raise ConfigError.about("--model", name, rule, "give the folder of a Qwen3.5-MoE")
-    text = {"tie_word_embeddings": False, **content, **content.get("text_config", {})}
+    text = {"tie_word_embeddings": False, **content, **_section(content, "text_config", name)}
     size = ModelSize(
         name=name,
         source=source,
-        vision=VisionSize(**_sizes(VisionSize, content.get("vision_config", {}), name, "vision_config")),
+        vision=VisionSize(**_sizes(VisionSize, _section(content, "vision_config", name), name, "vision_config")),
         **_sizes(ModelSize, text, name, "text_config"),
         tie_word_embeddings=bool(text["tie_word_embeddings"]),
     )
     layers = text.get("layer_types")
     if layers is None:
         interval = text.get("full_attention_interval", _FULL_ATTENTION_INTERVAL)
+        _check_size("full_attention_interval", interval, name, "text_config")
         layers = [_LINEAR if (n + 1) % interval else _FULL for n in range(size.num_hidden_layers)]
-    if len(layers) != size.num_hidden_layers or not set(layers) <= {_LINEAR, _FULL}:
+    known = isinstance(layers, list) and all(each in (_LINEAR, _FULL) for each in layers)
+    if not known or len(layers) != size.num_hidden_layers:
         rule = f"its layer_types must be {size.num_hidden_layers} of {_LINEAR} and {_FULL}"
         raise ConfigError.about("--model", name, rule, "correct the config")
     return dataclasses.replace(size, layer_types=tuple(layers))
@@ -206,9 +211,25 @@ def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> di
     sizes = {key: value for key, value in found.items() if key not in ("name", "source", "vision", "layer_types")}
     sizes.pop("tie_word_embeddings", None)
     for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError.about(f"--model {name}: {section}.{key}", value, "must be an integer >= 1", "correct it")
+        _check_size(key, value, name, section)
     return sizes
+
+
+def _section(content: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """Empty where it is missing or null, as for transformers."""
+    found = content.get(key)
+    if not isinstance(found, Mapping | None):
+        raise ConfigError.about(f"--model {name}: {key}", found, "must be a mapping", "correct it")
+    return found or {}
+
+
+def _check_size(key: str, value: Any, name: str, section: str) -> None:
+    path = f"--model {name}: {section}.{key}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError.about(path, value, "must be an integer >= 1", "correct it")
+    limit = MAX_LAYERS if key in _LAYERS else _MAX_SIZE
+    if value > limit:
+        raise ConfigError.about(path, value, f"must be at most {limit}", "correct it")
 
 
 @functools.lru_cache(maxsize=16)
