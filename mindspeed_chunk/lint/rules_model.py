@@ -12,29 +12,31 @@ from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subje
 from mindspeed_chunk.lint.rules_mbs import asked as chunk_mbs_asked
 from mindspeed_chunk.lint.rules_mbs import inner
 from mindspeed_chunk.mbs.checks import BLOCKS, names_key
-from mindspeed_chunk.names import Pattern
+from mindspeed_chunk.names import MAX_NAMES, Pattern, read_patterns
 
 # What MindSpeed-MM's own classes add to those of transformers: multi-token prediction.
 _HOST_ONLY = ("mtp",)
 _FOLDER = "model.model_name_or_path"
 
 
-def lists(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Path and name of every entry of a list that is in force."""
+def lists(subject: Subject) -> Iterator[tuple[str, list[str]]]:
+    """Path and names of every list that is in force."""
     paths = [f"parallel.fsdp_plan.{key}" for key in ("apply_modules", "ignored_modules", "hook_modules")]
     if subject.get("parallel.expert_parallel_size", 1) > 1:
         paths += [f"parallel.ep_plan.{key}" for key in ("apply_modules", "apply_efsdp_modules")]
     paths += [names_key(switch) for switch, patterns in inner(subject).items() if patterns is not None]
     paths += [BLOCKS] if chunk_mbs_asked(subject) else []
-    for path in paths:
-        for text in subject.get(path, []):
-            yield path, text
+    yield from ((path, subject.get(path, [])) for path in paths)
 
 
 def wildcards(subject: Subject) -> Iterator[Problem]:
-    for path, text in lists(subject):
-        for problem in problems(Pattern, text, path):
-            yield problem._replace(item=text)
+    for path, texts in lists(subject):
+        if len(texts) > MAX_NAMES:
+            yield from problems(read_patterns, texts, path)
+            continue
+        for text in texts:
+            for problem in problems(Pattern, text, path):
+                yield problem._replace(item=text)
 
 
 def _names(subject: Subject) -> list[str]:
@@ -48,9 +50,10 @@ def _names(subject: Subject) -> list[str]:
 
 
 def _patterns(subject: Subject) -> Iterator[tuple[str, Pattern]]:
-    for path, text in lists(subject):
-        if not any(problems(Pattern, text, path)):
-            yield path, Pattern(text, path)
+    for path, texts in lists(subject):
+        for text in texts if len(texts) <= MAX_NAMES else ():
+            if not any(problems(Pattern, text, path)):
+                yield path, Pattern(text, path)
 
 
 def unmatched(subject: Subject) -> Iterator[Problem]:

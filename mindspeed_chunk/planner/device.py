@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.planner.files import read
 
 GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
 
@@ -155,7 +153,7 @@ _OPTIONAL = {
 }
 _TABLES = ("intra_messages", "inter_messages")
 _TEXTS = {"name": 80, "source": 500}  # characters at most
-_MOST_MESSAGES, _MOST_BYTES = 1000, 50_000
+_MOST_MESSAGES = 1000
 
 
 def load_device(name: str) -> Device:
@@ -170,8 +168,7 @@ def load_device(name: str) -> Device:
     if os.sep not in name and not os.path.lexists(path):
         rule = f"no file, and no device of the table ({', '.join(DEVICES)})"
         raise ConfigError.about("--device", name, rule, "give one of the two")
-    content = read("--device", name, path, yaml.safe_load, _MOST_BYTES, "give a yaml or json file")
-    return _from_file(content, path)
+    return _from_file(yaml_text.load(yaml_text.read(path), f"--device {path}").data, path)
 
 
 def _from_file(content: Any, path: Path) -> Device:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import os.path
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.planner.files import read
+from mindspeed_chunk.model_config import MAX_LAYERS, BadConfig, read_file
 
 MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_MOST_BYTES, _MOST = 10**6, 10**9
-_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "depth"), 1000
+_LAYERS, _MAX_SIZE = ("num_hidden_layers", "depth"), 10**9
 # one layer in this many has full attention, where a config does not list them
 _FULL_ATTENTION_INTERVAL = 4
 
@@ -155,7 +153,7 @@ def load_model(name: str) -> ModelSize:
         ConfigError: naming the models there are.
     """
     folder = Path(name)
-    if os.path.isdir(folder) or folder.suffix == ".json":
+    if os.path.isdir(folder) or folder.suffix == ".json":  # not Path's, which raises for a name that is too long
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
     found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
@@ -167,10 +165,11 @@ def load_model(name: str) -> ModelSize:
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:
-    file = path / "config.json" if path.is_dir() else path
-    content = read("--model", name, file, json.loads, _MOST_BYTES, "give the folder of a Qwen3.5-MoE")
-    if not isinstance(content, Mapping):
-        raise ConfigError.about("--model", name, f"its {file.name} is no mapping", "give the folder of a Qwen3.5-MoE")
+    file = path / "config.json" if os.path.isdir(path) else path
+    try:
+        content = read_file(file)
+    except BadConfig as error:
+        raise ConfigError.about("--model", name, str(error), "give the folder of a Qwen3.5-MoE") from None
     return from_config(content, name, str(file))
 
 
@@ -182,16 +181,13 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
     """
     if content.get("model_type") != MODEL_TYPE:
         raise _wrong(name, "model_type", content.get("model_type"), f"must be {MODEL_TYPE!r}, the one that is known")
-    for key in ("text_config", "vision_config"):
-        if not isinstance(content.get(key, {}), Mapping):
-            raise _wrong(name, key, content[key], "must be a mapping")
-    text = {"tie_word_embeddings": False, **content, **content.get("text_config", {})}
+    text = {"tie_word_embeddings": False, **content, **_section(content, "text_config", name)}
     if not isinstance(text["tie_word_embeddings"], bool):
         raise _wrong(name, "tie_word_embeddings", text["tie_word_embeddings"], "must be true or false")
     size = ModelSize(
         name=name,
         source=source,
-        vision=VisionSize(**_sizes(VisionSize, content.get("vision_config", {}), name, "vision_config")),
+        vision=VisionSize(**_sizes(VisionSize, _section(content, "vision_config", name), name, "vision_config")),
         **_sizes(ModelSize, text, name, "text_config"),
         tie_word_embeddings=text["tie_word_embeddings"],
     )
@@ -201,11 +197,19 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
     return dataclasses.replace(size, layer_types=_layer_types(text, size.num_hidden_layers, name))
 
 
+def _section(content: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """Empty where it is missing or null, as for transformers."""
+    found = content.get(key)
+    if not isinstance(found, Mapping | None):
+        raise _wrong(name, key, found, "must be a mapping")
+    return found or {}
+
+
 def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, ...]:
     layers = text.get("layer_types")
     if layers is None:
         interval = text.get("full_attention_interval", _FULL_ATTENTION_INTERVAL)
-        _check_size(interval, _MOST_LAYERS, name, "text_config.full_attention_interval")
+        _check_size(interval, MAX_LAYERS, name, "text_config.full_attention_interval")
         return tuple(_LINEAR if (n + 1) % interval else _FULL for n in range(number))
     if not isinstance(layers, list) or len(layers) != number or any(kind not in (_LINEAR, _FULL) for kind in layers):
         rule = f"must be a list of {number} (num_hidden_layers), each {_LINEAR} or {_FULL}"
@@ -216,7 +220,7 @@ def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, 
 def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, int]:
     keys = [field.name for field in dataclasses.fields(cls) if field.type == "int" and field.name in content]
     for key in keys:
-        _check_size(content[key], _MOST_LAYERS if key in _LAYERS else _MOST, name, f"{section}.{key}")
+        _check_size(content[key], MAX_LAYERS if key in _LAYERS else _MAX_SIZE, name, f"{section}.{key}")
     return {key: content[key] for key in keys}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.tools.output import complain
+from mindspeed_chunk.wording import one_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,7 +17,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keywords})
 
     def error(self, message: str) -> NoReturn:
-        sys.exit(complain(f"{message}; {self.prog} --help tells the options"))
+        self.exit(2, f"error: {one_line(' '.join(message.split()))}; {self.prog} --help tells the options\n")
 
 
 def check_range(options: argparse.Namespace, limits: Mapping[str, tuple[float, float]]) -> None:

@@ -20,7 +20,7 @@ from mindspeed_chunk.planner.page import page
 from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job, check_job
-from mindspeed_chunk.tools.output import complain, console
+from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.plan_tables import print_report
 
@@ -47,7 +47,8 @@ def main() -> int:
         if options.html:
             _write(options.html, page(report))
     except ConfigError as error:
-        return complain(error)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps(report))
     else:
