@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
 from mindspeed_chunk.tools.bench_cases import Case, CaseError
@@ -29,10 +30,11 @@ from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_opt
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
 from mindspeed_chunk.tools.output import console
-from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 
 _WARM_UP = 2  # rounds
+_MOST_REPEATS = 100_000
 _OVERHEAD_CASES = "rolling:1,rolling:4"
 _OVERHEAD_SIZES = {"tokens": 16, "hidden": 16, "intermediate": 16, "top_k": 2}
 _OVERHEAD_CALLS = 20  # a repeat
@@ -85,8 +87,10 @@ def _parser() -> Parser:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    if options.repeats < 3:
-        return "--repeats: at least 3, or there are no quartiles"
+    try:
+        check_range(options, {"repeats": (3, _MOST_REPEATS)})  # fewer have no quartiles
+    except ConfigError as error:
+        return str(error)
     if options.hidden_share and not options.link:
         return "--hidden-share: needs --link"
     if options.overhead and options.png:

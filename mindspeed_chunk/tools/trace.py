@@ -21,17 +21,18 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import trace_files
 from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import wide_console
 from mindspeed_chunk.tools.link import LinkError
-from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 from mindspeed_chunk.tools.trace_record import Record, summarise
 
-_WARM_UP = 2
+_WARM_UP, _MOST_CALLS = 2, 1000
 
 
 def main() -> int:
@@ -64,14 +65,15 @@ def _problem(options: argparse.Namespace) -> str | None:
     try:
         if parse(options.case) is None:
             return f"--case {options.case}: it has no schedule to show; use schedule:N[:mode], such as rolling:4"
+        check_range(options, {"calls": (1, _MOST_CALLS)})
     except CaseError as error:
         return f"--{error}"
-    if options.calls < 1:
-        return "--calls: must be at least 1"
-    if options.out.endswith("/") or Path(options.out).is_dir():
+    except ConfigError as error:
+        return str(error)
+    if options.out.endswith("/") or os.path.isdir(options.out):
         return f"--out {options.out}: is a folder; add the beginning of the files' names"
-    folder = Path(options.out).parent
-    return None if folder.is_dir() else f"--out {options.out}: there is no folder {folder}"
+    folder = os.path.dirname(options.out) or "."
+    return None if os.path.isdir(folder) else f"--out {options.out}: there is no folder {folder}"
 
 
 def _rank_main(options: argparse.Namespace) -> int:

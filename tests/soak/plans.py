@@ -38,8 +38,43 @@ LIMIT = 1.0  # seconds of CPU time
 TINY = Path(__file__).parents[2] / "examples" / "qwen3_5_35b" / "tiny" / "config.json"
 # stands in words for the folder with the files
 FOLDER = "{folder}"
-NUMBERS = [0, 1, 3, 7, 10**6, 10**9, 2**31, 2**63, 10**30, 10**400, -1, -0.5, 0.5, 1e-320, 1e-300, 1e300, math.inf, math.nan]
-VALUES = [*NUMBERS, True, None, "", "eight", "8", "[red]x[/b]", "a\nb", "\ud800", "\x1b[31m", "x" * 5000, [], [[1]], {}, {"a": 1}]
+NUMBERS = [
+    0,
+    1,
+    3,
+    7,
+    10**6,
+    10**9,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    -1,
+    -0.5,
+    0.5,
+    1e-320,
+    1e-300,
+    1e300,
+    math.inf,
+    math.nan,
+]
+VALUES = [
+    *NUMBERS,
+    True,
+    None,
+    "",
+    "eight",
+    "8",
+    "[red]x[/b]",
+    "a\nb",
+    "\ud800",
+    "\x1b[31m",
+    "x" * 5000,
+    [],
+    [[1]],
+    {},
+    {"a": 1},
+]
 TEXTS = [
     "", "[", "[" * 3000, "{" * 3000, '{"a":' * 3000, "a: &a [*a]", "a: !!timestamp x", "a: !!int ''", "a: !!bool x", "\t", "%", "\0",
     "- 1", "a: 1\na: 2", "a: 2020-13-45", "\ufeffa: 1", "a: &b [" + "1, " * 100 + "]\nc: [" + "*b, " * 1000 + "]",
