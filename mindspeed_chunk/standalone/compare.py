@@ -13,6 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import run
+from mindspeed_chunk.config import ConfigError
+
 WARM_UP = 2  # iterations that the step time leaves out: the first are slower, and the second is watched
 
 
@@ -87,8 +91,12 @@ def plot(runs, path):
     axes.set(xlabel="iteration", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError.about("--plot", str(path), reason, "give another file") from None
+    files.write_figure(path, figure, "--plot")
     pyplot.close(figure)
 
 
@@ -110,4 +118,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
 from mindspeed_chunk.tools.bench_cases import Case, CaseError
@@ -43,7 +44,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     if options.overhead:
         vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
         options.cases = options.cases or _OVERHEAD_CASES
@@ -199,4 +200,4 @@ def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

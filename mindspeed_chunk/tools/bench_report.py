@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mindspeed_chunk
+from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
@@ -77,7 +78,7 @@ def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     if options.hidden_share:
         console.print(_hidden_table(options, measured))
     if options.json:
-        Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
+        files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
     if options.png:
         draw(options, measured)
 
@@ -226,7 +227,7 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         axes.set_xlabel("chunks")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
-    figure.savefig(options.png, dpi=120)
+    files.write_figure(Path(options.png), figure, "--png")
     pyplot.close(figure)
 
 

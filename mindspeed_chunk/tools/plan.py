@@ -16,6 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.planner.device import DEVICES, load_device
 from mindspeed_chunk.planner.model import BUILT_IN, load_model
@@ -36,7 +38,7 @@ def main() -> int:
         job = _job(options)
         report = make_report(job)
         if options.html:
-            _write(options.html, page(report))
+            files.write(Path(options.html), page(report), "--html")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -115,12 +117,5 @@ def _check(name: str, value: float, good: bool, rule: str) -> None:
         raise ConfigError.about(f"--{name.replace('_', '-')}", value, rule, "correct it")
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError.about("--html", path, error.strerror or "cannot be written", "give another file") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

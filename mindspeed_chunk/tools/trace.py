@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +20,8 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import trace_files
 from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
@@ -39,7 +40,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     problem = problem_of(options) or _problem(options)
     if problem:
         parser.error(problem)
@@ -136,8 +137,8 @@ def _write(options: argparse.Namespace, records: list[Record]) -> None:
     title = f"{options.case}, {options.ranks} ranks, link {options.link or 'not limited'}, routing {options.routing}"
     sizes = f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, top {options.top_k}"
     written = [f"{options.out}.html", f"{options.out}.json"]
-    Path(written[0]).write_text(trace_files.page(f"One MoE layer: {title}", sizes, records), encoding="utf-8")
-    Path(written[1]).write_text(json.dumps(trace_files.chrome(records)) + "\n", encoding="utf-8")
+    files.write(Path(written[0]), trace_files.page(f"One MoE layer: {title}", sizes, records), "--out")
+    files.write(Path(written[1]), json.dumps(trace_files.chrome(records)) + "\n", "--out")
     console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk\\[tools]'")
@@ -163,4 +164,4 @@ def _table(title: str, records: list[Record]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))
