@@ -243,11 +243,13 @@ def near(word: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _likeness(word: str, known: str) -> float:
-    """difflib's ratio, of the words as they are or in the order of the alphabet: `chunk_moe_num` is `moe_num_chunks`."""
+    """difflib's ratio of the keys, or of their words in the order of the alphabet: the order is easily forgotten."""
     if 2 * min(len(word), len(known)) < NEAR * (len(word) + len(known)):  # the ratio is not above this
         return 0.0
-    pairs = ((known, word), tuple("_".join(sorted(each.split("_"))) for each in (known, word)))
-    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+    return max(
+        difflib.SequenceMatcher(None, turn(known), turn(word)).ratio()
+        for turn in (str, lambda key: "_".join(sorted(key.split("_"))))
+    )
 
 
 def unknown(path: str, value: object, section: str, otherwise: str = "correct or remove it") -> ConfigError:

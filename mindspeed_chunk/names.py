@@ -39,7 +39,9 @@ class Pattern:
         found = _NUMBER.fullmatch(part)
         numbers = range(int(found[1]), int(found[2]) + 1) if found and found[1] else _ANY_NUMBER
         if not found or not numbers:
-            raise ConfigError.about(self.path, self.text, f"{part} is no wildcard", "write {*} or a range such as {0-3}")
+            raise ConfigError.about(
+                self.path, self.text, f"{part} is no wildcard", "write {*} or a range such as {0-3}"
+            )
         return numbers
 
     def matches(self, name: str) -> bool:

@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
         self.nodes: list[yaml.Node] = []
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _Limit(problem=f"more than {MAX_DEPTH} levels inside of one another", problem_mark=event.start_mark)

@@ -12,8 +12,7 @@ import yaml
 
 from json_records import assert_record
 from lint_cases import CLEAN, EXAMPLE, ROOT, spoilt
-from mindspeed_chunk import lint
-from mindspeed_chunk import keys
+from mindspeed_chunk import keys, lint
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.tools import lint as command
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mindspeed_chunk import model_config
 
-
 MAX_MODULES = 10_000  # a second's work
 
 

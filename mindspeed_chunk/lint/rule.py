@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mindspeed_chunk import model_config
+from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk import keys
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.edits import Edit
 

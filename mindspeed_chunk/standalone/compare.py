@@ -12,40 +12,42 @@ from pathlib import Path
 
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.tools.output import complain, console, escape_unprintable, plain, printable, unwritable
+from mindspeed_chunk.tools.output import console, drawable
 from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.wording import one_line
 
 WARM_UP = 2  # iterations that the step time leaves out: the first are slower, and the second is watched
 PHASES = ("forward", "recompute", "backward")
+_WAY_OUT = "give what the trainer wrote to standalone.metrics_path"
 
 
 def read_metrics(path):
-    """The records of a metrics file, one an iteration. Raises ValueError with one line."""
+    """The records of a metrics file, one an iteration. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:  # no UTF-8, no path
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    records = [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
-    if not records:
-        raise ValueError(f"{path}: no iteration in it")
-    return records
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_WAY_OUT}") from None
+    if not lines:
+        raise ConfigError(f"{path}: no iteration in it; {_WAY_OUT}")
+    return [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def _record(line, where):
-    way_out = "give what the trainer wrote to standalone.metrics_path"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON lines: {error}; {way_out}") from None
+        raise ConfigError.about(where, line, f"not JSON lines: {error}", _WAY_OUT) from None
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: must be an object; {way_out}")
+        raise ConfigError.about(where, record, "must be an object", _WAY_OUT)
     for key in ("iteration", "loss", "elapsed_ms"):
         if not _is_number(record.get(key)):
-            raise ConfigError.about(f"{where}: {key}", record.get(key), "must be a number", way_out)
+            raise ConfigError.about(f"{where}: {key}", record.get(key), "must be a number", _WAY_OUT)
     if not _is_counted(record.get("per_layer", dict.fromkeys(PHASES, {}))):
         rule = f"must have numbers for {', '.join(PHASES)}"
-        raise ConfigError.about(f"{where}: per_layer", record["per_layer"], rule, way_out)
+        raise ConfigError.about(f"{where}: per_layer", record["per_layer"], rule, _WAY_OUT)
     return record
 
 
@@ -96,7 +98,7 @@ def table(runs):
         losses = [record["loss"] for record in records]
         times = [record["elapsed_ms"] for record in records]
         result.add_row(
-            printable(name),
+            one_line(name),
             f"{losses[0]:.4f}",
             f"{losses[-1]:.4f}",
             f"{largest_difference(losses, base):.1e}" if result.row_count else "-",
@@ -115,7 +117,11 @@ def names(paths):
 
 def plot(runs, path):
     """Write the loss curves as a PNG; needs matplotlib."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        rule = "matplotlib cannot be imported"
+        raise ConfigError.about("--plot", str(path), rule, "pip install 'mindspeed_chunk[tools]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -124,12 +130,18 @@ def plot(runs, path):
     for number, (name, records) in enumerate(runs.items()):
         # thinner from curve to curve, so that equal ones stay visible under each other
         width = 1 + 2.5 * (len(runs) - 1 - number)
-        axes.plot([r["iteration"] for r in records], [r["loss"] for r in records], label=plain(name), linewidth=width)
+        axes.plot(
+            [r["iteration"] for r in records], [r["loss"] for r in records], label=drawable(name), linewidth=width
+        )
     axes.set(xlabel="iteration", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError.about("--plot", str(path), reason, "give another file") from None
+    files.write_figure(path, figure, "--plot")
     pyplot.close(figure)
 
 
@@ -138,23 +150,17 @@ def main(argv=None):
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the loss curves")
     arguments = parser.parse_args(argv)
-    escape_unprintable()
     try:
         runs = {name: read_metrics(path) for name, path in names(arguments.metrics).items()}
-    except ValueError as error:
-        return complain(error)
-    try:
         console().print(table(runs))
-    except OSError as error:
-        return unwritable(error)
-    if arguments.plot:
-        try:
+        if arguments.plot:
             plot(runs, arguments.plot)
-        except (ImportError, OSError, ValueError) as error:
-            return complain(f"--plot {arguments.plot}: cannot be drawn: {getattr(error, 'strerror', None) or error}")
-        print(f"loss curves: {arguments.plot}")
+            print(f"loss curves: {arguments.plot}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -12,12 +12,12 @@ import torch
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs.block import check_order
+from mindspeed_chunk.model_config import BadConfig
+from mindspeed_chunk.model_config import read as read_config
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.arguments import Dispatcher
 from mindspeed_chunk.moe.checks import check_experts
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
-from mindspeed_chunk.model_config import BadConfig
-from mindspeed_chunk.model_config import read as read_config
 from mindspeed_chunk.names import read_patterns
 from mindspeed_chunk.observe import emit
 from mindspeed_chunk.wording import shown
@@ -53,7 +53,9 @@ def read_model_config(config, vocabulary):
         raise _model_error(folder, f"its model_type is {shown(model_type)}, and this trainer knows only {MODEL_TYPE!r}")
     check_experts(config.ep_size, text.num_experts)
     if text.hidden_act != "silu":
-        raise _model_error(folder, f"its hidden_act is {shown(text.hidden_act)}, and the dispatchers compute SwiGLU (silu)")
+        raise _model_error(
+            folder, f"its hidden_act is {shown(text.hidden_act)}, and the dispatchers compute SwiGLU (silu)"
+        )
     if text.vocab_size < vocabulary:
         raise _model_error(folder, f"its vocab_size is {text.vocab_size}, and the data has {vocabulary} tokens")
     return model_config

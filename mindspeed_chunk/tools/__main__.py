@@ -6,7 +6,7 @@ import signal
 import sys
 
 import mindspeed_chunk
-from mindspeed_chunk.tools.output import escape_unprintable, unwritable
+from mindspeed_chunk.command import run
 from mindspeed_chunk.tools.parser import Parser
 
 COMMANDS = {
@@ -19,7 +19,13 @@ COMMANDS = {
 
 
 def main() -> int:
-    escape_unprintable()
+    try:
+        return run(_main)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _main() -> int:
     listing = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
     parser = Parser(
         prog="mindspeed-chunk",
@@ -35,14 +41,7 @@ def main() -> int:
     # imported when it is asked for: the benchmark needs torch
     module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]
-    try:
-        code = module.main()
-        sys.stdout.flush()
-    except OSError as error:
-        return unwritable(error)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return code
+    return module.main()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
@@ -45,7 +46,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     if options.overhead:
         vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
         options.cases = options.cases or _OVERHEAD_CASES
@@ -203,4 +204,4 @@ def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -88,8 +88,8 @@ def parse(name: str) -> Parsed | None:
     number = int(chunks) if chunks.isdecimal() and len(chunks) < 10 else 0
     if schedule not in SCHEDULES or not 1 <= number <= _MOST_CHUNKS:
         raise CaseError(
-            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe a value of "
-            f"chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
+            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe a "
+            f"value of chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
             f"{', '.join(bench_host.CASES)}, all"
         )
     parsed = Parsed(schedule, number, mode)

@@ -18,11 +18,12 @@ import torch
 from rich.table import Table
 
 import mindspeed_chunk
+from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
-from mindspeed_chunk.tools.output import console
+from mindspeed_chunk.tools.output import console, drawable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     if options.hidden_share:
         screen.print(_hidden_table(options, measured))
     if options.json:
-        Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
+        files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
     if options.png:
         draw(options, measured)
 
@@ -220,7 +221,9 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         style: dict[str, Any] = {"color": f"{0.15 * number}", "linestyle": ("--", "-.")[number % 2]}
         times.axhline(1e3 * base.median, label=base.case, **style)
         memory.axhline(base.memory()[1], **style)
-    times.set(ylabel="ms a layer call", title=f"time: median and quartiles, link {measured[0].link}", ylim=(0, None))
+    times.set(
+        ylabel="ms a layer call", title=drawable(f"time: median and quartiles, link {measured[0].link}"), ylim=(0, None)
+    )
     memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
     ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
     for axes in (times, memory):
@@ -229,7 +232,7 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         axes.set_xlabel("chunks")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
-    figure.savefig(options.png, dpi=120)
+    files.write_figure(Path(options.png), figure, "--png")
     pyplot.close(figure)
 
 

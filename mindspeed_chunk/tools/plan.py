@@ -13,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.planner.device import DEVICES, load_device
 from mindspeed_chunk.planner.model import BUILT_IN, load_model
@@ -45,10 +47,10 @@ def main() -> int:
         job = _job(options)
         report = make_report(job)
         if options.html:
-            _write(options.html, page(report))
+            files.write(Path(options.html), page(report), "--html")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     if options.json:
         print(json.dumps(report))
     else:
@@ -113,13 +115,5 @@ def _job(options: argparse.Namespace) -> Job:
     return job
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
-    except (OSError, ValueError) as error:  # the path itself may be none
-        reason = getattr(error, "strerror", None) or "cannot be written"
-        raise ConfigError.about("--html", path, reason, "give another file") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import trace_files
@@ -40,7 +42,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     problem = problem_of(options) or _problem(options)
     if problem:
         parser.error(problem)
@@ -138,8 +140,8 @@ def _write(options: argparse.Namespace, records: list[Record]) -> None:
     title = f"{options.case}, {options.ranks} ranks, link {options.link or 'not limited'}, routing {options.routing}"
     sizes = f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, top {options.top_k}"
     written = [f"{options.out}.html", f"{options.out}.json"]
-    Path(written[0]).write_text(trace_files.page(f"One MoE layer: {title}", sizes, records), encoding="utf-8")
-    Path(written[1]).write_text(json.dumps(trace_files.chrome(records)) + "\n", encoding="utf-8")
+    files.write(Path(written[0]), trace_files.page(f"One MoE layer: {title}", sizes, records), "--out")
+    files.write(Path(written[1]), json.dumps(trace_files.chrome(records)) + "\n", "--out")
     console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk[tools]'")
@@ -165,4 +167,4 @@ def _table(title: str, records: list[Record]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

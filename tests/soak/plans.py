@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m soak.plans --examples 400
     PYTHONPATH=tests python -m soak.plans --replay '{"words": ["--model", "35b", "--nodes", "1e3"]}'
 
-Each must end with a plan, or with one line and exit code 2, within a second of CPU time. A plan must hold no number that
-is not finite, none below 0, and no 0 where time or bytes are spent. Exits with 1 where one fails; each that does is
-printed as what `--replay` takes.
+Each must end with a plan, or with one line and exit code 2, within a second of CPU time. A plan must hold no number
+that is not finite, none below 0, and no 0 where time or bytes are spent. Exits with 1 where one fails; what does is
+printed as `--replay` takes it.
 """
 
 from __future__ import annotations
