@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.wording import one_line
 
 GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
 
@@ -208,7 +209,7 @@ def _from_file(content: Any, path: Path) -> Device:
 
 def _text(content: Mapping, key: str, path: Path, default: str) -> str:
     if key not in content:
-        return default
+        return one_line(default)
     value, most = content[key], _TEXTS[key]
     if not isinstance(value, str | int | float) or not str(value).isprintable() or not 0 < len(str(value)) <= most:
         rule = f"must be one line of text, at most {most} characters"

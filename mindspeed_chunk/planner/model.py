@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.model_config import MAX_LAYERS, BadConfig, read_file
+from mindspeed_chunk.wording import one_line
 
 MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
@@ -185,8 +186,8 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
     if not isinstance(text["tie_word_embeddings"], bool):
         raise _wrong(name, "tie_word_embeddings", text["tie_word_embeddings"], "must be true or false")
     size = ModelSize(
-        name=name,
-        source=source,
+        name=one_line(name),
+        source=one_line(source),
         vision=VisionSize(**_sizes(VisionSize, _section(content, "vision_config", name), name, "vision_config")),
         **_sizes(ModelSize, text, name, "text_config"),
         tie_word_embeddings=text["tie_word_embeddings"],
@@ -217,7 +218,7 @@ def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, 
     return tuple(layers)
 
 
-def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, int]:
+def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, Any]:
     keys = [field.name for field in dataclasses.fields(cls) if field.type == "int" and field.name in content]
     for key in keys:
         _check_size(content[key], MAX_LAYERS if key in _LAYERS else _MAX_SIZE, name, f"{section}.{key}")
