@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def fixed(value: float, digits: int) -> str:
-    """With so many digits behind the point; what would be shown as 0 and is more, as a power of ten."""
+    """With so many digits behind the point; what would be shown as 0 and is more, with one digit that counts."""
     text = f"{value:.{digits}f}"
-    return text if float(text) or not value else f"{value:.0e}"
+    return text if float(text) or not value else f"{value:.1g}"
 
 
 def billions(number: int) -> str:

@@ -138,9 +138,8 @@ def _character(each: Estimate) -> tuple:
 def _does_not_fit(job: Job, smallest: Estimate) -> str:
     return (
         f"Nothing fits: the least that a setting takes is {fixed(smallest.peak / 1e9, 1)} GB of the "
-        f"{fixed(job.budget / 1e9, 1)} GB that may be used ({job.reserve:.0%} of {fixed(job.device.memory / 1e9, 0)} GB stay "
-        "free). "
-        "More devices share the parameters among more, a shorter sequence has smaller activations."
+        f"{fixed(job.budget / 1e9, 1)} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.3g} GB "
+        "stay free). More devices share the parameters among more, a shorter sequence has smaller activations."
     )
 
 

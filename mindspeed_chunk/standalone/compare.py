@@ -64,7 +64,7 @@ def _is_counted(value):
 def largest_difference(losses, base):
     """The largest relative difference of two loss curves over the iterations that both have.
 
-    Nan where a loss is; infinite where the first curve alone is 0 or infinite.
+    Infinite where a loss of `base` alone is 0; nan where one of the two is, or that of `base` alone is infinite.
     """
     found = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
              for loss, other in zip(losses, base)]  # fmt: skip

@@ -19,7 +19,9 @@ from mindspeed_chunk.lint import report, rules_batch
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import Subject
 from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.wording import shown
 
+_MOST = 10**6  # ranks, devices
 _BESIDE = ""  # --fix without a name
 UNREADABLE = 2
 
@@ -61,8 +63,8 @@ def _options() -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer >= 1")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be an integer >= 1 and <= {_MOST}")
     return int(text)
 
 
