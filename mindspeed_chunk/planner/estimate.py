@@ -187,8 +187,8 @@ class Estimator:
 
     def _logits(self, setting: Setting) -> int:
         job = self.job
-        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // setting.layout.tp
-        return logits * (job.element_size + 4 + 4)
+        words = -(-job.model.vocab_size // setting.layout.tp)  # of the rank with the most
+        return setting.micro_batch * setting.loss_chunk(job) * words * (job.element_size + 4 + 4)
 
     def _fsdp_state(self, ep: int) -> StateBytes:
         return state_bytes(
