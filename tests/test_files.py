@@ -22,8 +22,8 @@ def fix(folder, config, *target, limit=None):
     """Runs the command there; returns its exit code and what it said on stderr."""
     program = "import sys; from mindspeed_chunk.tools.__main__ import main; sys.exit(main())"
     if limit is not None:
-        limits = "resource.RLIMIT_FSIZE, (%d, %d)" % (limit, limit)
-        program = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit({limits}); {program}"
+        few = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+        program = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {few}; {program}"
     command = [sys.executable, "-c", program, "lint", config, "--fix", *target]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stderr
@@ -86,7 +86,9 @@ def test_the_content_is_on_the_disk_before_it_has_the_name(tmp_path, monkeypatch
     done, fsync, replace = [], os.fsync, os.replace
 
     def synced(descriptor):
-        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else f"file of {os.fstat(descriptor).st_size}")
+        done.append(
+            "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else f"file of {os.fstat(descriptor).st_size}"
+        )
         fsync(descriptor)
 
     def replaced(*names):

@@ -1,4 +1,4 @@
-"""The one reader of yamls: what lint, the settings and the embedded trainer refuse alike, in one line, soon and small."""
+"""The one reader of yamls: what lint, the settings and the embedded trainer refuse alike, in one line and soon."""
 
 import json
 import re
@@ -47,7 +47,7 @@ REFUSED = {
     "eight levels": (bomb(8).encode(), rf":\d+: {MANY}"),
     "thirty levels": (bomb(30, 2).encode(), rf":\d+: {MANY}"),
     "merges": (bomb(8, 10, "{{<<: [{}]}}", "{x: 1}").encode(), rf":\d+: {MANY}"),
-    "deep aliases": (bomb(60, 1).encode(), r":\d+: more than 50 levels inside of one another, with aliases written out"),
+    "deep aliases": (bomb(60, 1).encode(), r":\d+: more than 50 levels inside of one another, with aliases"),
     "loop": (b"a: &a\n  b: *a\n", r":2: the alias a is inside of what it names, which is not read"),
     "large": (CLEAN.encode() + b"#" * 70_000, r": larger than 64 KiB; give a yaml file"),
     "GBK": (CLEAN.encode("gbk"), r":\d+: not UTF-8 text, at byte \d+; save it as UTF-8"),
