@@ -7,6 +7,7 @@ on as they are, as strictly as `ChunkMoEConfig` does.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import functools
@@ -244,12 +245,17 @@ def near(word: str, known: tuple[str, ...]) -> list[str]:
 
 def _likeness(word: str, known: str) -> float:
     """difflib's ratio of the keys, or of their words in the order of the alphabet: the order is easily forgotten."""
-    if 2 * min(len(word), len(known)) < NEAR * (len(word) + len(known)):  # the ratio is not above this
+    both = len(word) + len(known)
+    # bounds on either: by the lengths, and by the letters that both have
+    if 2 * min(len(word), len(known)) < NEAR * both or 2 * (_letters(word) & _letters(known)).total() < NEAR * both:
         return 0.0
-    return max(
-        difflib.SequenceMatcher(None, turn(known), turn(word)).ratio()
-        for turn in (str, lambda key: "_".join(sorted(key.split("_"))))
-    )
+    turned, meant = ("_".join(sorted(each.split("_"))) for each in (word, known))
+    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ((known, word), (meant, turned)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _letters(word: str) -> collections.Counter[str]:
+    return collections.Counter(word)
 
 
 def unknown(path: str, value: object, section: str, otherwise: str = "correct or remove it") -> ConfigError:

@@ -107,12 +107,13 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
+        aliased = isinstance(event, yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _Limit(problem=f"more than {MAX_DEPTH} levels inside of one another", problem_mark=event.start_mark)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
-        if isinstance(event, yaml.AliasEvent):
+        if aliased:
             if id(node) not in self._sizes:
                 problem = f"the alias {shortened(event.anchor)} is inside of what it names"
                 raise _Limit(problem=problem, problem_mark=event.start_mark)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launched import misbehave
-from soak import fuzz, killed_rank, plans, train
+from soak import fuzz, killed_rank, mutants, plans, train, yamls
 from soak.drawn import Drawn
 from soak.killed import MOMENTS
 from soak.pool import Broken, Pool
@@ -152,6 +152,28 @@ def test_an_exception_and_a_hang_of_one_rank_are_found_and_ranks_start_again():
             pool.ask("hang")
     finally:
         pool.close()
+
+
+def test_yamls_with_mistakes_are_refused_in_one_line(capsys):
+    assert yamls.main(["--examples", "200"]) == 0, capsys.readouterr().out
+    assert "200 yamls" in capsys.readouterr().out
+    texts = mutants.seeds()
+    assert mutants.mutant(texts, 3, 8) == mutants.mutant(texts, 3, 8) != mutants.mutant(texts, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda *arguments: 1 // 0, "ZeroDivisionError"),
+        (lambda *arguments: bytearray(10**9), "MemoryError"),
+        (lambda *arguments: sum(range(10**12)), "still at work after"),
+    ],
+)
+def test_a_reader_that_fails_in_another_way_is_found(tmp_path, monkeypatch, fault, told):
+    monkeypatch.setattr(yamls, "load_config", fault)
+    monkeypatch.setattr(yamls, "LIMIT_S", 0.2)
+    with pytest.raises(yamls.Failed, match=told):
+        yamls._watched("trainer", lambda: yamls._trainer(tmp_path))
 
 
 def test_a_killed_rank_ends_the_others(capsys):

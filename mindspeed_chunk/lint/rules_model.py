@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ from mindspeed_chunk.names import MAX_NAMES, Pattern, read_patterns
 
 # What MindSpeed-MM's own classes add to those of transformers: multi-token prediction.
 _HOST_ONLY = ("mtp",)
+# Unmatched names whose nearest module is looked for, which takes long: more are a list for another model.
+_COMPARED = 20
 _FOLDER = "model.model_name_or_path"
 
 
@@ -59,9 +62,11 @@ def _patterns(subject: Subject) -> Iterator[tuple[str, Pattern]]:
 def unmatched(subject: Subject) -> Iterator[Problem]:
     names = _names(subject)
     shapes = {re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", name) for name in names if name}
+    told = itertools.count(1)
     for path, pattern in _patterns(subject) if names else ():
         if pattern.text.split(".")[0] not in _HOST_ONLY and not any(map(pattern.matches, names)):
-            near = difflib.get_close_matches(pattern.text, sorted(shapes), n=1, cutoff=0.0)
+            known = sorted(shapes) if next(told) <= _COMPARED else []
+            near = difflib.get_close_matches(pattern.text, known, n=1, cutoff=0.0)
             way_out = f"the nearest one is {near[0]}" if near else "correct or remove it"
             rule = f"matches no module of {subject.get(_FOLDER)} as transformers builds it"
             yield Problem(ConfigError.about(path, pattern.text, rule, way_out), item=pattern.text)

@@ -31,6 +31,7 @@ from mindspeed_chunk.standalone.config import load_config
 from mindspeed_chunk.tools import lint
 from soak.mutants import mutant, seeds
 
+WORLD = 16  # which the sizes of the examples and of the stock yamls divide
 LIMIT_S, LIMIT_BYTES = 1.0, 500 * 10**6
 _SECTIONS = ((ChunkMoEConfig, "parallel", "ep_plan"), (ChunkMBSConfig, "features", "chunkmbs_plan"))
 
@@ -53,6 +54,13 @@ def judge(data: bytes, folder: Path) -> dict[str, str]:
         "trainer": lambda: _trainer(path),
     }
     return {name: _watched(name, reader) for name, reader in readers.items()}
+
+
+def warm(folder: Path) -> None:
+    """Import what a reader imports, and build the examples' model: what is done once is no yaml's second."""
+    path = folder / "warm.yaml"
+    path.write_text(CLEAN, encoding="utf-8")
+    _lint(path)
 
 
 def _watched(name: str, reader: Callable[[], None]) -> str:
@@ -80,7 +88,7 @@ slowest: dict[str, float] = {}
 
 def _lint(path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
-    command = ["lint", str(path), "--world", "4", "--fix", str(path.with_name("fixed.yaml"))]
+    command = ["lint", str(path), "--world", str(WORLD), "--fix", str(path.with_name("fixed.yaml"))]
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = lint.main()
     if code == lint.UNREADABLE:
@@ -104,7 +112,7 @@ def _settings(path: Path) -> None:
 
 
 def _trainer(path: Path) -> None:
-    _, told = load_config(str(path), [], 2)
+    _, told = load_config(str(path), ["model.attn_implementation=sdpa"], WORLD)
     for line in told:
         if len(line.splitlines()) != 1:
             raise Failed(f"a warning of several lines: {line!r}")
@@ -148,9 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     numbers = range(options.examples) if options.replay is None else [options.replay]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "warm.yaml").write_text(CLEAN, encoding="utf-8")
-        with contextlib.suppress(Exception):  # what is imported and built once is nobody's second
-            _lint(folder / "warm.yaml")
+        warm(folder)
         for number in numbers:
             data = mutant(texts, options.seed, number)
             try:
