@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from mindspeed_chunk.wording import one_line, shortened, shown
 
 # An `ep_plan` belongs to the host; of its keys only those with these beginnings are ours to know or to refuse.
 KEY_PREFIXES = ("moe_", "chunk_moe_")
 SCHEDULES = ("rolling", "pair")
 KEEPS = ("activations", "rows", "input")
 BACKENDS = ("auto", "cpu", "cuda", "npu")
-SHOWN_CHARS = 80
+INTEGERS_BELOW = 2**63
 
 
 class ConfigError(ValueError):
     """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, or empty."""
 
     def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.path = path
 
     @classmethod
     def about(cls, path: str, value: object, rule: str, way_out: str) -> ConfigError:
         """The error "<yaml path>: <value>: <rule>; <way out>"."""
-        shown = " ".join(repr(value).split())
-        if len(shown) > SHOWN_CHARS:
-            shown = shown[:SHOWN_CHARS] + "..."
-        return cls(f"{path}: {shown}: {rule}; {way_out}", path)
+        return cls(f"{shortened(path)}: {shown(value)}: {rule}; {way_out}", path)
 
 
 class Rule(NamedTuple):
@@ -148,7 +146,7 @@ class ChunkMoEConfig:
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
         `chunk_moe_` and is none of ours.
         """
-        ours = _ours(cls, mapping, path, lambda key: isinstance(key, str) and key.startswith(KEY_PREFIXES))
+        ours = _ours(cls, mapping, path, "parallel.ep_plan", lambda key: str(key).startswith(KEY_PREFIXES))
         _check(cls, ours, f"{path}.")
         _check_together({field.name: field.default for field in dataclasses.fields(cls)} | ours, f"{path}.")
         return cls(**ours)
@@ -190,7 +188,7 @@ class ChunkMBSConfig:
 
         Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.
         """
-        ours = _ours(cls, mapping, path, lambda key: True)
+        ours = _ours(cls, mapping, path, "features.chunkmbs_plan", lambda key: True)
         _check(cls, ours, f"{path}.")
         made = cls(**ours)
         if not (made.chunk_infer or made.chunk_arg_indexs or made.chunk_kwarg_names):
@@ -199,16 +197,16 @@ class ChunkMBSConfig:
         return made
 
 
-def _ours(cls, mapping, path, must_be_known):
-    """The entries of `mapping` that are fields of `cls`; of the others, none may be one that `must_be_known`."""
+def _ours(cls, mapping, path, section, must_be_known):
+    """The entries of `mapping`, which is this `section`, that are fields of `cls`; none else may be `must_be_known`."""
     names = [field.name for field in dataclasses.fields(cls)]
     if not isinstance(mapping, Mapping):
         raise ConfigError.about(path, mapping, "must be a mapping", f"write for example {path}.{names[0]}")
     for key, value in mapping.items():
         if key not in names and must_be_known(key):
-            near = difflib.get_close_matches(str(key), names, n=1)
-            way_out = f"the nearest one is {near[0]}" if near else f"known are {', '.join(names)}"
-            raise ConfigError.about(f"{path}.{key}", value, "unknown key", way_out)
+            from mindspeed_chunk.keys import unknown  # which is made of these classes
+
+            raise unknown(f"{path}.{key}", value, section, f"known are {', '.join(names)}")
     return {key: value for key, value in mapping.items() if key in names}
 
 
@@ -218,6 +216,8 @@ def _check(cls: type, settings: Mapping[str, Any], prefix: str) -> None:
     for name, value in settings.items():
         if not rules[name].holds(value):
             raise ConfigError.about(f"{prefix}{name}", value, rules[name].words, rules[name].way_out)
+        if isinstance(value, int) and value >= INTEGERS_BELOW:
+            raise ConfigError.about(f"{prefix}{name}", value, "must be below 2^63", rules[name].way_out)
 
 
 def _check_together(settings, prefix):

@@ -6,60 +6,106 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mindspeed_chunk.config import ConfigError
 
+MAX_NAMES = 1000  # of one list
+MAX_CHARS = 200  # of one name
+MAX_EXAMPLES = 10_000  # of one pattern
 _WILDCARD = re.compile(r"(\{[^}]*\}|\*|\?)")
-_NUMBER = re.compile(r"\{(?:\*|(\d+)-(\d+))\}")
+_NUMBER = re.compile(r"\{(?:\*|(\d{1,18})-(\d{1,18}))\}")
+_DIGITS = re.compile(r"\d{1,18}")
+_MOST_DIGITS = 18
+_ANY_NUMBER = range(10**_MOST_DIGITS)
+# Numbers that have a digit more than the one before.
+_TENS = frozenset(10**digits for digits in range(1, _MOST_DIGITS))
 
 
 class Pattern:
     """One entry of a list of names, which stands at `path` of the yaml. Raises ConfigError where it cannot be read."""
 
     def __init__(self, text: str, path: str) -> None:
-        self.text = text
-        self._choices: list[Sequence[str | int]] = []
-        self._ranges: list[range | None] = []
-        regex = ""
-        for part in _WILDCARD.split(text):
-            if part.startswith("{"):
-                numbers = self._read_numbers(part, path)
-                regex += r"(\d+)"
-                self._ranges.append(numbers)
-                self._choices.append([0] if numbers is None else numbers)
-            elif part in ("*", "?"):
-                regex += ".*" if part == "*" else "."
-                self._choices.append(["0"])
-            else:
-                regex += re.escape(part)
-                self._choices.append([part])
-        self._regex = re.compile(regex)
+        self.text, self.path = text, path
+        if len(text) > MAX_CHARS:
+            raise ConfigError.about(path, text, f"must have at most {MAX_CHARS} characters", "correct the name")
+        self._parts: list[str | range] = []
+        for part in filter(None, _WILDCARD.split(text)):
+            self._parts.append(self._read_numbers(part) if part.startswith("{") else part)
 
-    def _read_numbers(self, part: str, path: str) -> range | None:
+    def _read_numbers(self, part: str) -> range:
         found = _NUMBER.fullmatch(part)
-        numbers = range(int(found[1]), int(found[2]) + 1) if found and found[1] else None
-        if not found or numbers is not None and not numbers:
-            raise ConfigError.about(path, self.text, f"{part} is no wildcard", "write {*} or a range such as {0-3}")
+        numbers = range(int(found[1]), int(found[2]) + 1) if found and found[1] else _ANY_NUMBER
+        if not found or not numbers:
+            raise ConfigError.about(
+                self.path, self.text, f"{part} is no wildcard", "write {*} or a range such as {0-3}"
+            )
         return numbers
 
     def matches(self, name: str) -> bool:
-        found = self._regex.fullmatch(name)
-        return found is not None and all(r is None or int(n) in r for n, r in zip(found.groups(), self._ranges))
+        # where the rest of the name may begin: a regular expression of many `*` tries every way to split the name
+        begins = {0}
+        for part in self._parts:
+            if isinstance(part, range):
+                begins = {end for begin in begins for end in _number_ends(name, begin, part)}
+            elif part == "*":
+                begins = set(range(min(begins), len(name) + 1))
+            elif part == "?":
+                begins = {begin + 1 for begin in begins if begin < len(name)}
+            else:
+                begins = {begin + len(part) for begin in begins if name.startswith(part, begin)}
+            if not begins:
+                return False
+        return len(name) in begins
 
-    def examples(self) -> Iterator[str]:
-        """Names that it matches: all numbers of a range, a 0 for every other wildcard, for there may be one layer."""
-        return ("".join(map(str, parts)) for parts in itertools.product(*self._choices))
+    def examples(self, others: Sequence[Pattern]) -> Iterator[str]:
+        """Names that it matches, enough to tell which of them the others match.
+
+        Of a range: its ends, and what lies next to a number in the text of another pattern, or to a number of one digit
+        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError where
+        that makes too many.
+        """
+        told = {int(number) for other in others for number in _DIGITS.findall(other.text)}
+        if any("?" in other.text for other in others):
+            told |= _TENS
+        marks = {at for number in told for at in (number - 1, number, number + 1)}
+        choices: list[Sequence[str | int]] = []
+        for part in self._parts:
+            if part is _ANY_NUMBER or part in ("*", "?"):
+                choices.append((0,))
+            elif isinstance(part, range):
+                choices.append(sorted({part.start, part.stop - 1, *(at for at in marks if at in part)}))
+            else:
+                choices.append((part,))
+        count = math.prod(map(len, choices))
+        if count > MAX_EXAMPLES:
+            rule = f"stands for too many names to compare, {count} and at most {MAX_EXAMPLES}"
+            raise ConfigError.about(self.path, self.text, rule, "write {*} in place of a range")
+        return ("".join(map(str, parts)) for parts in itertools.product(*choices))
 
 
-def read_patterns(texts: Iterable[str], path: str) -> list[Pattern]:
+def _number_ends(name: str, begin: int, numbers: range) -> Iterator[int]:
+    """Where a number of the range that begins there may end."""
+    end = begin
+    while end < len(name) and end - begin < _MOST_DIGITS and name[end].isdecimal():
+        end += 1
+        if int(name[begin:end]) in numbers:
+            yield end
+
+
+def read_patterns(texts: Sequence[str], path: str) -> list[Pattern]:
+    if len(texts) > MAX_NAMES:
+        raise ConfigError.about(path, texts, f"more than {MAX_NAMES} names", "write wildcards such as {*}")
     return [Pattern(text, path) for text in texts]
 
 
 def covered(pattern: Pattern, by: Sequence[Pattern]) -> bool:
     """Whether what the pattern matches is matched by the others, as far as its examples tell."""
-    return all(any(other.matches(name) for other in by) for name in pattern.examples())
+    return any(pattern.text == other.text for other in by) or all(
+        any(other.matches(name) for other in by) for name in pattern.examples(by)
+    )
 
 
 def shares(region: Pattern, module: Pattern) -> bool:

@@ -12,8 +12,7 @@ import yaml
 
 from json_records import assert_record
 from lint_cases import CLEAN, EXAMPLE, ROOT, spoilt
-from mindspeed_chunk import lint
-from mindspeed_chunk.lint import keys
+from mindspeed_chunk import keys, lint
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.tools import lint as command
 
@@ -53,8 +52,8 @@ def test_a_line_names_file_line_severity_path_value_and_rule(run, tmp_path):
     _, told, _ = run(MISSPELT, "--world", "4")
     line = MISSPELT.splitlines().index("  enable_chunk_mb: true") + 1
     assert told.splitlines() == [
-        f"{tmp_path}/config.yaml:{line}: warning: features.enable_chunk_mb: True: unknown key, which MindSpeed-MM "
-        "takes without a word; the nearest one is enable_chunk_mbs [misspelt-key]",
+        f"{tmp_path}/config.yaml:{line}: warning: features.enable_chunk_mb: True: unknown key; the nearest "
+        "one is enable_chunk_mbs [misspelt-key]",
         f"{tmp_path}/config.yaml: 0 errors, 1 warning, 0 notes",
         f"{tmp_path}/config.yaml: global batch on 4 ranks: 16 = 4 x 4 data-parallel x 1 accumulated",
     ]

@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from lint_cases import CLEAN, spoilt
+from mindspeed_chunk import keys
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.lint import keys, report
+from mindspeed_chunk.lint import report
 from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.lint.edits import Append, Remove, Rename, Set, apply
 from mindspeed_chunk.names import Pattern, covered, prefixes, read_patterns, shares
@@ -41,13 +42,6 @@ def test_the_line_of_what_is_missing_is_that_of_what_is_around_it(path):
     assert Document("x: 1\na: {y: 2}\n", "x.yaml").line(path) == (2 if path[0] == "a" else 1)
 
 
-def test_aliases_in_aliases_take_no_time_and_a_loop_no_forever():
-    names = "abcdefghijklmnopqrst"
-    doubled = "a: &a [x]\n" + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip(names, names[1:]))
-    assert Document(doubled, "laughs.yaml").line("t") == 20
-    assert Document("a: &a\n  b: *a\n", "loop.yaml").line("a.b.b.b") == 2
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -60,7 +54,7 @@ def test_aliases_in_aliases_take_no_time_and_a_loop_no_forever():
         ("a: &x 1\nb: &x 2\n", "x.yaml:2: not valid yaml: an anchor of this name stands in line 1"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2: not valid yaml"),
         ("a: \x01\n", "x.yaml: not valid yaml: unacceptable character"),
-        ("a: 2020-99-99\n", "x.yaml: not valid yaml"),
+        ("a: 2020-99-99\n", "x.yaml:1: not valid yaml: '2020-99-99' is no timestamp"),
         ("- a\n", "x.yaml: must be a mapping"),
         ("", "x.yaml: must be a mapping of sections, not empty"),
         ("? [a]\n: 1\n", "x.yaml:1: not valid yaml"),
@@ -86,7 +80,7 @@ def test_types_are_as_lenient_as_the_hosts_and_as_strict_as_ours():
 def test_wildcards():
     layers = Pattern("layers.{2-3}.*", "path")
     assert layers.matches("layers.2.mlp.x") and not layers.matches("layers.4.mlp") and not layers.matches("layers.2")
-    assert list(layers.examples()) == ["layers.2.0", "layers.3.0"]
+    assert list(layers.examples([])) == ["layers.2.0", "layers.3.0"]
     assert Pattern("l?", "path").matches("lm") and not Pattern("l?", "path").matches("lmm")
     assert covered(Pattern("a.{0-1}", "p"), read_patterns(["a.{*}"], "p"))
     assert not covered(Pattern("a.{*}", "p"), read_patterns(["a.{1-9}"], "p"))

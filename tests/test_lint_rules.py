@@ -266,7 +266,7 @@ def test_keys_of_models_and_data_sets_are_left_alone():
 
 def test_a_key_near_to_two_is_told_with_both_and_not_corrected():
     (found,) = find(spoilt(add("training:", "  adam_beta: 0.9")))
-    assert found.message.endswith("the nearest ones are adam_beta2, adam_beta1") and found.edits == ()
+    assert found.message.endswith("the nearest ones are adam_beta1, adam_beta2") and found.edits == ()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,26 @@ def test_spans():
     assert Span.of(Layout(tp=8, dp=2, pp=4).groups("pp"), 8) == Span(4, 1)
 
 
+def test_spans_are_those_of_the_groups():
+    """Found from strides alone, whatever the nodes are: also where groups begin and end inside of them."""
+    checked = 0
+    for world in (1, 2, 12, 16, 24, 36, 48):
+        for layout in layouts(world):
+            for kind in KINDS:
+                groups = layout.groups(kind)
+                for devices in (1, 2, 3, 5, 8, 16, 64):
+                    assert layout.span(kind, devices) == Span.of(groups, devices), (layout, kind, devices)
+                    checked += 1
+    assert checked > 10_000
+
+
+def test_divisors_are_all_and_in_order():
+    for number in range(1, 200):
+        assert [layout.dp for layout in layouts(number, heads=1, layers=1, experts=1)] == [
+            number // cp for cp in range(1, number + 1) if number % cp == 0
+        ]
+
+
 def test_the_grid_is_the_embedded_trainers():
     layout, world, ep = Layout(ep=2, dp=8), 8, 2
     assert layout.groups("ep") == tuple((first, first + 1) for first in range(0, world, ep))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launched import misbehave
-from soak import fuzz, killed_rank, train
+from soak import fuzz, killed_rank, mutants, plans, train, yamls
 from soak.drawn import Drawn
 from soak.killed import MOMENTS
 from soak.pool import Broken, Pool
@@ -83,6 +83,46 @@ def test_random_configurations_match_the_reference(capsys):
     assert int(capsys.readouterr().out.partition(" configurations")[0].split()[-1]) >= 20
 
 
+def test_random_plans_are_right_or_refused(capsys):
+    """With more time than on an idle machine."""
+    assert plans.main(["--examples", "60", "--limit", "4"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("60 option sets") and " x 0, " in told and " x 2; " in told
+
+
+@pytest.mark.parametrize(
+    "ran, told",
+    [
+        (plans.Ran(0, 0.1, "{}", ""), None),
+        (plans.Ran(None, 0.1, "", "Traceback"), "Traceback"),
+        (plans.Ran(2, 0.1, "", "error: no\nway\n"), "not one line"),
+        (plans.Ran(2, 0.1, "a plan", "error: no\n"), "not one line"),
+        (plans.Ran(0, 0.1, "{}", "warning"), "and an error"),
+        (plans.Ran(3, 0.1, "", ""), "exit code 3"),
+        (plans.Ran(2, 1.5, "", "error: no\n"), "took 1.50 s"),
+    ],
+)
+def test_each_fault_of_a_plan_is_seen(ran, told, monkeypatch):
+    monkeypatch.setattr(plans, "wrong_numbers", lambda report: iter(()))
+    found = list(plans.verdict(plans.Given(["--json"]), ran))
+    assert found == [] if told is None else len(found) == 1 and told in found[0]
+
+
+def test_each_wrong_number_of_a_plan_is_seen():
+    words = ["--model", "35b", "--nodes", "2", "--devices-per-node", "8", "--device", "h100", "--json"]
+    report = json.loads(plans.run(plans.Given(words)).out)
+    assert list(plans.wrong_numbers(report)) == []
+    for value in (0, -1.0, math.nan, math.inf):
+        for place, key in (
+            (report["layouts"][0], "step"),
+            (report["chunks"][5], "backward"),
+            (report["job"], "memory"),
+        ):
+            kept, place[key] = place[key], value
+            assert list(plans.wrong_numbers(report)), (key, value)
+            place[key] = kept
+
+
 def test_a_wrong_result_is_made_small_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "KEPT", tmp_path / "kept.jsonl")
 
@@ -112,6 +152,28 @@ def test_an_exception_and_a_hang_of_one_rank_are_found_and_ranks_start_again():
             pool.ask("hang")
     finally:
         pool.close()
+
+
+def test_yamls_with_mistakes_are_refused_in_one_line(capsys):
+    assert yamls.main(["--examples", "200"]) == 0, capsys.readouterr().out
+    assert "200 yamls" in capsys.readouterr().out
+    texts = mutants.seeds()
+    assert mutants.mutant(texts, 3, 8) == mutants.mutant(texts, 3, 8) != mutants.mutant(texts, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda *arguments: 1 // 0, "ZeroDivisionError"),
+        (lambda *arguments: bytearray(10**9), "MemoryError"),
+        (lambda *arguments: sum(range(10**12)), "still at work after"),
+    ],
+)
+def test_a_reader_that_fails_in_another_way_is_found(tmp_path, monkeypatch, fault, told):
+    monkeypatch.setattr(yamls, "load_config", fault)
+    monkeypatch.setattr(yamls, "LIMIT_S", 0.2)
+    with pytest.raises(yamls.Failed, match=told):
+        yamls._watched("trainer", lambda: yamls._trainer(tmp_path))
 
 
 def test_a_killed_rank_ends_the_others(capsys):

@@ -54,7 +54,49 @@ def test_table_and_plot(tmp_path, capsys):
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", [None, "", "no json\n"])
+def test_differences_to_a_loss_of_nothing(tmp_path, capsys):
+    nan, inf = float("nan"), float("inf")
+    assert compare.largest_difference([0.0, 2.0], [0.0, 1.0]) == 1.0
+    assert compare.largest_difference([1.0, 2.0], [0.0, 1.0]) == inf
+    assert str(compare.largest_difference([1.0, nan, 2.0], [1.0, 1.0, 1.0])) == "nan"
+    assert str(compare.largest_difference([1.0, 2.0], [nan, 1.0])) == "nan"
+    files = [write(tmp_path / "base.jsonl", [0.0, nan]), write(tmp_path / "other.jsonl", [1.0, 1.0])]
+    assert compare.main(files) == 0 and "nan" in capsys.readouterr().out
+
+
+def test_runs_named_alike_are_told_apart_and_names_are_no_markup(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    files = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        files.append(write(tmp_path / folder / "metrics.jsonl", [4.0, 3.0]))
+    files.append(write(tmp_path / "$x^{$[red]r[bold] :smile:.jsonl", [4.0, 3.0]))
+    assert compare.main([*files, "--plot", str(tmp_path / "loss.png")]) == 0
+    out = capsys.readouterr().out
+    assert files[0] in out and files[1] in out and "$x^{$[red]r[bold] :smile: " in out
+
+
+GOOD = {"iteration": 1, "loss": 1.0, "elapsed_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "no json\n",
+        "[" * 3000,
+        "[1]\n",
+        "5\n",
+        '{"iteration": 1, "elapsed_ms": 1}\n',
+        *(json.dumps({**GOOD, key: value}) for key in GOOD for value in (None, "1", True, [1], 10**400)),
+        *(json.dumps({**GOOD, "per_layer": value}) for value in (5, [], {}, {"forward": {}}, {"forward": 1})),
+        json.dumps({**GOOD, "per_layer": {phase: {"all_to_all": "4"} for phase in compare.PHASES}}),
+        json.dumps(GOOD) + "\n{",
+        json.dumps(GOOD) + "\n\n",
+        "\0",
+    ],
+)
 def test_unreadable_metrics_are_one_line(content, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     if content is not None:

@@ -51,8 +51,8 @@ def bad(tmp_path_factory):
         "a folder": ([str(folder)], [str(folder), "cannot be read"]),
         "not a mapping": ([str(folder / "list.yaml")], ["list.yaml", "must be a mapping"]),
         "empty": ([str(folder / "empty.yaml")], ["empty.yaml", "must be a mapping"]),
-        "not parseable": ([str(folder / "broken.yaml")], ["broken.yaml", "not valid yaml", "line 2"]),
-        "not text": ([str(folder / "bytes.yaml")], ["bytes.yaml", "not valid yaml"]),
+        "not parseable": ([str(folder / "broken.yaml")], ["broken.yaml:2: not valid yaml"]),
+        "not text": ([str(folder / "bytes.yaml")], ["bytes.yaml:1: not UTF-8 text, at byte 10; save it as UTF-8"]),
         "section no mapping": (tiny("training=5"), ["training: 5: must be a mapping"]),
         "override without value": (tiny("training.lr"), ["training.lr: must read key.path=value"]),
         "override below a value": (tiny("training.lr.max=1"), ["training.lr.max=1", "`lr` is no mapping"]),
@@ -150,10 +150,10 @@ def test_keys_without_effect_are_named_in_one_warning():
 
 def test_a_misspelt_key_is_named_with_the_one_it_nearly_is():
     _, told = load_config(YAML, ["training.micro_batchsize=4", "features.enable_chunk_mb=true"], 2)
-    names = "features.enable_chunk_mb (or enable_chunk_mbs?), training.micro_batchsize (or micro_batch_size?)"
-    assert len(told) == 1 and set(told[0].removeprefix("without effect in this trainer: ").split(", ")) == set(
-        names.split(", ")
-    )
+    assert told == [
+        "features.enable_chunk_mb: True: unknown key; the nearest one is enable_chunk_mbs",
+        "training.micro_batchsize: 4: unknown key; the nearest one is micro_batch_size",
+    ]
 
 
 def test_chunk_keys_with_another_dispatcher():

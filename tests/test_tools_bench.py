@@ -170,8 +170,20 @@ def test_overhead_command(tmp_path):
         (("--cases", "rolling:4:half"), "mode 'half': must be one of activations, rows, input"),
         (("--experts", "5"), "--experts 5: must be a multiple of --ranks 2"),
         (("--top-k", "9"), "--top-k 9: there are 4 experts"),
-        (("--ranks", "1"), "--ranks: must be at least 2"),
-        (("--repeats", "2"), "--repeats: at least 3"),
+        (("--ranks", "1"), "--ranks: 1: must be at least 2 and at most 64"),
+        *(
+            ((f"--{name}", str(value)), f"--{name}: {value}: must be at least ")
+            for value in (-1, 10**30)
+            for name in ("ranks", "tokens", "hidden", "intermediate", "experts", "top-k", "shared-expert", "repeats")
+        ),
+        (("--routing", "zipf:nan"), "the exponent must be a number from 0 to 10"),
+        (("--routing", "zipf:1e300"), "the exponent must be a number from 0 to 10"),
+        (("--routing", "zipf:-1"), "the exponent must be a number from 0 to 10"),
+        (("--routing", "x/" * 2500), "must be balanced, zipf"),
+        (("--cases", f"rolling:{10**30}"), "with a number of chunks up to 1024"),
+        (("--cases", "rolling:" + "9" * 5000), "with a number of chunks up to 1024"),
+        (("--experts", "4096", "--hidden", "65536", "--intermediate", "65536"), "make them smaller"),
+        (("--repeats", "2"), "--repeats: 2: must be at least 3"),
         (("--routing", "zipf:x"), "the exponent must be a number"),
         (("--routing", "zipf:nan"), "the exponent must be a number"),
         (("--json", "no/such/folder/x.json"), "--json no/such/folder/x.json: there is no folder no/such/folder"),

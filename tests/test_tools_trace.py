@@ -176,7 +176,10 @@ def test_command_writes_its_files(tmp_path):
     [
         (("--case", "alltoall"), "--case alltoall: it has no schedule to show"),
         (("--case", "rolling"), "--case 'rolling': must be rolling or pair"),
-        (("--calls", "0"), "--calls: must be at least 1"),
+        (("--calls", "0"), "--calls: 0: must be at least 1 and at most 1000"),
+        (("--calls", str(10**30)), f"--calls: {10**30}: must be at least 1 and at most 1000"),
+        (("--tokens", str(10**30)), f"--tokens: {10**30}: must be at least 1"),
+        (("--out", "x/" * 2500 + "x"), "there is no folder"),
         (("--out", "no/such/folder/x"), "there is no folder no/such/folder"),
         (("--out", "./"), "--out ./: is a folder"),
         (("--calls", "few"), "argument --calls: invalid int value: 'few'"),

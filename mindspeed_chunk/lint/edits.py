@@ -100,8 +100,8 @@ def apply(document: Document, edit: Edit) -> Document | None:
         edit.on_data(parent, key)
         made = Document(edit.on_text(document), document.name)
         return made if made.data == meant else None
-    # no such place, text that says something else, or a yaml that holds itself
-    except (KeyError, IndexError, TypeError, AttributeError, Unreadable, RecursionError):
+    # no such place, or text that says something else
+    except (KeyError, IndexError, TypeError, AttributeError, Unreadable):
         return None
 
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from mindspeed_chunk.lint import RULES, edits
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import NOTE, SEVERITIES, Finding
+from mindspeed_chunk.wording import one_line
+
+MAX_EDITS = 50  # each is tried on a copy, which is read anew
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -23,6 +26,7 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 def lines(name: str, findings: Sequence[Finding]) -> list[str]:
     """One a finding, and one that sums up."""
+    name = one_line(name)
     told = [f"{name}:{f.line}: {f.severity}: {f.message} [{f.rule}]" for f in findings]
     number = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts(findings).items())
     return [*told, f"{name}: {number}"]
@@ -43,10 +47,9 @@ def as_json(findings: Sequence[Finding]) -> list[dict]:
 
 
 def fixed(document: Document, findings: Sequence[Finding]) -> Document:
-    """The document with every correction that has one right answer and changes nothing else."""
-    for finding in findings:
-        for edit in finding.edits:
-            document = edits.apply(document, edit) or document
+    """The document with the first `MAX_EDITS` corrections that have one right answer, and nothing else changed."""
+    for edit in [edit for finding in findings for edit in finding.edits][:MAX_EDITS]:
+        document = edits.apply(document, edit) or document
     return document
 
 

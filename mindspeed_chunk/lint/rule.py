@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mindspeed_chunk import model_config
+from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.lint import keys
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.edits import Edit
 
@@ -77,7 +76,7 @@ class Subject:
         if not name:
             return None
         folders = (Path(name), Path(self.document.name).parent / name)
-        return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+        return next((folder for folder in folders if model_config.has_config(folder)), None)
 
     @functools.cached_property
     def text_config(self) -> Mapping[str, object]:

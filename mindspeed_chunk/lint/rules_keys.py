@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator
 
+from mindspeed_chunk import keys
 from mindspeed_chunk.config import KEY_PREFIXES, ConfigError
-from mindspeed_chunk.lint import keys
 from mindspeed_chunk.lint.edits import Rename, Set
 from mindspeed_chunk.lint.rule import ERROR, WARNING, Problem, Rule, Subject
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME
 
-_NEAR = 0.8  # difflib's ratio; nearer than any two different keys of one section that stand in stock yamls
 _SLIPS = 2  # letters that --fix corrects
 # "eager" and "fused" are those of MindSpeed-MM 26.0
 DISPATCHERS = ("alltoall", "allgather", "mc2", NAME, "eager", "fused")
@@ -33,17 +31,10 @@ def _refused_anyway(subject: Subject, section: str, key: str) -> bool:
     return section == "features.chunkmbs_plan" and subject.get("features.enable_chunk_mbs", False)
 
 
-def nearest(key: str, known: Collection[str]) -> list[str]:
-    """The known keys that may be meant: one, or some that are equally near; none where all are far."""
-    near = difflib.get_close_matches(key, known, n=3, cutoff=_NEAR)
-    ratios = [difflib.SequenceMatcher(None, each, key).ratio() for each in near]
-    return [each for each, ratio in zip(near, ratios) if ratio == ratios[0]]
-
-
-def respelt(path: str, known: Collection[str], present: Collection[str]) -> tuple[Rename, ...]:
-    """The correction of an unknown key at the path, in a section where `present` stand, if one is plain."""
+def respelt(path: str, section: str, present: Collection[str]) -> tuple[Rename, ...]:
+    """The correction of an unknown key at the path, in a section that has the keys `present`, if one is plain."""
     key = path.rpartition(".")[2]
-    near = [] if key in known else nearest(key, known)
+    near = keys.nearest(key, section)
     plain = len(near) == 1 and near[0] not in present and letters_apart(key, near[0]) <= _SLIPS
     return (Rename(path, near[0]),) if plain else ()
 
@@ -62,13 +53,9 @@ def misspelt(subject: Subject) -> Iterator[Problem]:
     for section, key, path in _unknown(subject):
         if key in keys.HOMES or _refused_anyway(subject, section, key):
             continue
-        known, present = keys.spelt(section), subject.get(section) if section else subject.settings
-        near = nearest(key, known)
-        if near:
-            rule = "unknown key, which MindSpeed-MM takes without a word"
-            way_out = f"the nearest {'ones are' if near[1:] else 'one is'} {', '.join(near)}"
-            error = ConfigError.about(path, present[key], rule, way_out)
-            yield Problem(error, respelt(path, known, present))
+        present = subject.get(section) if section else subject.settings
+        if keys.nearest(key, section):
+            yield Problem(keys.unknown(path, present[key], section), respelt(path, section, present))
 
 
 def misplaced(subject: Subject) -> Iterator[Problem]:
@@ -82,10 +69,9 @@ def misplaced(subject: Subject) -> Iterator[Problem]:
 def dispatcher(subject: Subject) -> Iterator[Problem]:
     value = subject.get(DISPATCHER, "alltoall")
     if value not in DISPATCHERS:
-        near = difflib.get_close_matches(value, DISPATCHERS, n=1, cutoff=0.6)
-        way_out = f"the nearest one is {near[0]}" if near else f"{NAME}, or alltoall for the plain one"
+        meant = keys.near(value, DISPATCHERS)
+        way_out = f"the nearest one is {meant[0]}" if meant else f"{NAME}, or alltoall for the plain one"
         error = ConfigError.about(DISPATCHER, value, f"must be one of {', '.join(DISPATCHERS)}", way_out)
-        meant = nearest(value, DISPATCHERS)
         yield Problem(error, tuple(Set(DISPATCHER, name) for name in meant if len(meant) == 1))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.lint.edits import Append, Set
-from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.mbs import checks
@@ -35,7 +34,7 @@ def settings(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
         plan = subject.get(PLAN, {})
         for error in _read(subject)[1]:
-            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
+            yield Problem(error, respelt(error.path, PLAN, plan))
 
 
 def inner(subject: Subject) -> checks.Inner:
@@ -62,10 +61,11 @@ def covered(subject: Subject) -> Iterator[Problem]:
         return
     blocks = _read(subject)[0].apply_modules
     for switch, patterns in inner(subject).items():
-        names = checks.names_key(switch)
-        # each on its own, to know which one a correction must add
-        missing = [block for block in blocks if any(problems(checks.check_covered, {switch: patterns}, [block]))]
-        edits = (Append(names, block) for block in missing)
+        try:
+            missing = checks.not_covered(switch, patterns, blocks) if patterns is not None else []
+        except ConfigError:  # of a name that cannot be read, which the check says below
+            missing = []
+        edits = (Append(checks.names_key(switch), block) for block in missing)
         yield from problems(checks.check_covered, {switch: patterns}, blocks, edits=edits)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -12,29 +13,33 @@ from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subje
 from mindspeed_chunk.lint.rules_mbs import asked as chunk_mbs_asked
 from mindspeed_chunk.lint.rules_mbs import inner
 from mindspeed_chunk.mbs.checks import BLOCKS, names_key
-from mindspeed_chunk.names import Pattern
+from mindspeed_chunk.names import MAX_NAMES, Pattern, read_patterns
 
 # What MindSpeed-MM's own classes add to those of transformers: multi-token prediction.
 _HOST_ONLY = ("mtp",)
+# Unmatched names whose nearest module is looked for, which takes long: more are a list for another model.
+_COMPARED = 20
 _FOLDER = "model.model_name_or_path"
 
 
-def lists(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Path and name of every entry of a list that is in force."""
+def lists(subject: Subject) -> Iterator[tuple[str, list[str]]]:
+    """Path and names of every list that is in force."""
     paths = [f"parallel.fsdp_plan.{key}" for key in ("apply_modules", "ignored_modules", "hook_modules")]
     if subject.get("parallel.expert_parallel_size", 1) > 1:
         paths += [f"parallel.ep_plan.{key}" for key in ("apply_modules", "apply_efsdp_modules")]
     paths += [names_key(switch) for switch, patterns in inner(subject).items() if patterns is not None]
     paths += [BLOCKS] if chunk_mbs_asked(subject) else []
-    for path in paths:
-        for text in subject.get(path, []):
-            yield path, text
+    yield from ((path, subject.get(path, [])) for path in paths)
 
 
 def wildcards(subject: Subject) -> Iterator[Problem]:
-    for path, text in lists(subject):
-        for problem in problems(Pattern, text, path):
-            yield problem._replace(item=text)
+    for path, texts in lists(subject):
+        if len(texts) > MAX_NAMES:
+            yield from problems(read_patterns, texts, path)
+            continue
+        for text in texts:
+            for problem in problems(Pattern, text, path):
+                yield problem._replace(item=text)
 
 
 def _names(subject: Subject) -> list[str]:
@@ -48,17 +53,20 @@ def _names(subject: Subject) -> list[str]:
 
 
 def _patterns(subject: Subject) -> Iterator[tuple[str, Pattern]]:
-    for path, text in lists(subject):
-        if not any(problems(Pattern, text, path)):
-            yield path, Pattern(text, path)
+    for path, texts in lists(subject):
+        for text in texts if len(texts) <= MAX_NAMES else ():
+            if not any(problems(Pattern, text, path)):
+                yield path, Pattern(text, path)
 
 
 def unmatched(subject: Subject) -> Iterator[Problem]:
     names = _names(subject)
     shapes = {re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", name) for name in names if name}
+    told = itertools.count(1)
     for path, pattern in _patterns(subject) if names else ():
         if pattern.text.split(".")[0] not in _HOST_ONLY and not any(map(pattern.matches, names)):
-            near = difflib.get_close_matches(pattern.text, sorted(shapes), n=1, cutoff=0.0)
+            known = sorted(shapes) if next(told) <= _COMPARED else []
+            near = difflib.get_close_matches(pattern.text, known, n=1, cutoff=0.0)
             way_out = f"the nearest one is {near[0]}" if near else "correct or remove it"
             rule = f"matches no module of {subject.get(_FOLDER)} as transformers builds it"
             yield Problem(ConfigError.about(path, pattern.text, rule, way_out), item=pattern.text)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove
-from mindspeed_chunk.lint.keys import keys_of
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.moe import checks
@@ -35,7 +34,7 @@ def settings(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
         plan = subject.get(PLAN)
         for error in _read(subject)[1]:
-            yield Problem(error, respelt(error.path, keys_of(PLAN), plan))
+            yield Problem(error, respelt(error.path, PLAN, plan))
 
 
 def both_sizes(subject: Subject) -> Iterator[Problem]:

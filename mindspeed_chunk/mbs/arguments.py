@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from mindspeed_chunk.config import SHOWN_CHARS, ChunkMBSConfig
+from mindspeed_chunk.config import ChunkMBSConfig
 from mindspeed_chunk.mbs.checks import PACKED, VISUAL_ROWS
+from mindspeed_chunk.wording import shown
 
 logger = logging.getLogger("mindspeed_chunk")
 
@@ -300,8 +301,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _told(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"
-    text = " ".join(str(value).split())
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+    return shown(value)
 
 
 def pair_up(parts: Sequence[Sequence[torch.Tensor | None]]) -> Iterator[torch.Tensor | None]:

@@ -75,13 +75,17 @@ def check_loss(router_aux_loss_offload: object) -> None:
         )
 
 
+def not_covered(switch: str, texts: Sequence[str], blocks: Sequence[str]) -> list[str]:
+    """The blocks that are not among the modules of a key of `Inner`."""
+    others = read_patterns(texts, names_key(switch))
+    return [pattern.text for pattern in read_patterns(blocks, BLOCKS) if not covered(pattern, others)]
+
+
 def check_covered(inner: Inner, blocks: Sequence[str]) -> None:
     """Every block must be recomputed and offloaded as well, where these are on."""
-    patterns = read_patterns(blocks, BLOCKS)
     for switch, texts in inner.items():
         names = names_key(switch)
-        others = read_patterns(texts or (), names)
-        missing = [pattern.text for pattern in patterns if texts is not None and not covered(pattern, others)]
+        missing = not_covered(switch, texts, blocks) if texts is not None else []
         if missing:
             raise ConfigError.about(
                 BLOCKS, missing, f"must be in {names}, too", f"correct the name, or add it to {names}"
@@ -110,8 +114,9 @@ def check_hooks(units: Mapping[str, Sequence[str]], hooks: Sequence[str], blocks
         hook = max(prefixes(name, hook_patterns), default=0)  # the host takes the innermost
         return block is not None and block < name.count(".") + 1 and not 0 < hook <= block
 
+    known = [*block_patterns, *hook_patterns]
     patterns = [pattern for path, texts in units.items() for pattern in read_patterns(texts, path)]
-    inside = list(dict.fromkeys(each.text for each in patterns if any(map(apart, each.examples()))))
+    inside = list(dict.fromkeys(each.text for each in patterns if any(map(apart, each.examples(known)))))
     if inside:
         raise ConfigError.about(
             HOOKS,

@@ -24,6 +24,7 @@ from mindspeed_chunk.config import SCHEDULES
 __all__ = ["Action", "Span", "Timeline", "build", "parse", "render", "simulate", "validate"]
 
 KINDS = "PDECWU"
+_ROUNDING = 1e-12  # of a sum of times, relative
 
 
 class Action(NamedTuple):
@@ -212,7 +213,8 @@ class Timeline(NamedTuple):
     @property
     def exposed(self) -> float:
         """Time in which the compute queue stood still for the wire."""
-        return self.total - self._sum("PEWU")
+        exposed = self.total - self._sum("PEWU")
+        return exposed if exposed > _ROUNDING * self.total else 0.0
 
     @property
     def hidden_share(self) -> float:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
-
+from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.wording import one_line
 
 GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
 
@@ -28,7 +29,8 @@ class Link:
         rate: bytes a second that one device sends.
         latency: seconds that every message costs besides.
         measured: (bytes, seconds) of single messages, in order of bytes; between them the time is read off a straight
-            line, beyond them it grows with the last slope. Takes the place of the other two.
+            line, beyond them it grows with the last slope and never falls; below the first it is at least that one's
+            share. Takes the place of the other two.
     """
 
     rate: float
@@ -44,7 +46,8 @@ class Link:
         sizes = [size for size, _ in self.measured]
         right = min(max(bisect.bisect_left(sizes, nbytes), 1), len(sizes) - 1)
         (size, time), (next_size, next_time) = self.measured[right - 1 : right + 1]
-        return max(0.0, time + (nbytes - size) * (next_time - time) / (next_size - size))
+        straight = time + (nbytes - size) * (next_time - time) / (next_size - size)
+        return max(straight, time * nbytes / size if nbytes < size else min(time, next_time))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +124,37 @@ DEVICES: dict[str, Device] = {
     "h200": _hopper("h200", 141, 4.8, _H200),
 }
 
-# Keys of a device file: how each is turned into the units of a Device.
-_REQUIRED = {
-    "memory_gb": GIGA,
-    "memory_gb_per_s": GIGA,
-    "intra_gb_per_s": GIGA,
-    "inter_gb_per_s": GIGA,
-}
+
+class _Number(NamedTuple):
+    """A number of a device file: its unit in those of a Device, and the least and the most that it may be."""
+
+    unit: float
+    least: float
+    most: float
+
+    def read(self, value: Any, path: str) -> float:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not self.least <= value <= self.most:  # nan is not
+            rule = f"must be a number of at least {self.least} and at most {self.most}"
+            raise ConfigError.about(path, value, rule, "correct it")
+        return float(value) * self.unit
+
+
+# Keys of a device file. Limits are far from any device: a number beyond them is a mistake, or in another unit.
+_MEMORY, _RATE, _FLOPS = _Number(GIGA, 0.001, 10**6), _Number(GIGA, 1e-6, 10**6), _Number(TERA, 1e-6, 10**6)
+_LATENCY, _BYTES, _SECONDS = _Number(MICRO, 0, 10**6), _Number(1, 1, 10**15), _Number(1, 1e-9, 10**6)
+_REQUIRED = {"memory_gb": _MEMORY, "memory_gb_per_s": _RATE, "intra_gb_per_s": _RATE, "inter_gb_per_s": _RATE}
 _OPTIONAL = {
-    "flops_bf16": TERA,
-    "flops_fp8": TERA,
-    "flops_fp32": TERA,
-    "intra_latency_us": MICRO,
-    "inter_latency_us": MICRO,
-    "call_us": MICRO,
+    "flops_bf16": _FLOPS,
+    "flops_fp8": _FLOPS,
+    "flops_fp32": _FLOPS,
+    "intra_latency_us": _LATENCY,
+    "inter_latency_us": _LATENCY,
+    "call_us": _LATENCY,
 }
 _TABLES = ("intra_messages", "inter_messages")
+_TEXTS = {"name": 80, "source": 500}  # characters at most
+_MOST_MESSAGES = 1000
 
 
 def load_device(name: str) -> Device:
@@ -148,22 +166,17 @@ def load_device(name: str) -> Device:
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     path = Path(name)
-    if not path.is_file():
+    if os.sep not in name and not os.path.lexists(path):
         rule = f"no file, and no device of the table ({', '.join(DEVICES)})"
         raise ConfigError.about("--device", name, rule, "give one of the two")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = f"cannot be read: {' '.join(str(error).split())}"
-        raise ConfigError.about("--device", name, reason, "give a yaml or json file") from None
-    return _from_file(content, path)
+    return _from_file(yaml_text.load(yaml_text.read(path), f"--device {path}").data, path)
 
 
 def _from_file(content: Any, path: Path) -> Device:
     example = "see docs/planner.md for an example"
     if not isinstance(content, Mapping):
         raise ConfigError.about(f"--device {path}", content, "must be a mapping", example)
-    known = {*_REQUIRED, *_OPTIONAL, *_TABLES, "name", "source"}
+    known = (*_REQUIRED, *_OPTIONAL, *_TABLES, *_TEXTS)
     for key, value in content.items():
         if key not in known:
             raise ConfigError.about(f"--device {path}: {key}", value, "unknown key", f"known are {', '.join(known)}")
@@ -171,43 +184,48 @@ def _from_file(content: Any, path: Path) -> Device:
     if missing or not any(key.startswith("flops_") for key in content):
         raise ConfigError.about(f"--device {path}", ", ".join(missing or ["flops_bf16"]), "is missing", example)
     numbers = {
-        key: _number(content[key], f"--device {path}: {key}", least_is_allowed=key.endswith("_us")) * unit
-        for key, unit in {**_REQUIRED, **_OPTIONAL}.items()
+        key: number.read(content[key], f"--device {path}: {key}")
+        for key, number in {**_REQUIRED, **_OPTIONAL}.items()
         if key in content
     }
     links = {
         side: Link(
             rate=numbers[f"{side}_gb_per_s"],
             latency=numbers.get(f"{side}_latency_us", 0.0),
-            measured=_table(content.get(f"{side}_messages", ()), f"--device {path}: {side}_messages"),
+            measured=_table(content[key], f"--device {path}: {key}") if (key := f"{side}_messages") in content else (),
         )
         for side in ("intra", "inter")
     }
     return Device(
-        name=str(content.get("name", path.stem)),
+        name=_text(content, "name", path, path.stem),
         memory=numbers["memory_gb"],
         flops={key.removeprefix("flops_"): value for key, value in numbers.items() if key.startswith("flops_")},
         memory_rate=numbers["memory_gb_per_s"],
         call=numbers.get("call_us", 0.0),
-        sources=(str(content.get("source", path)),),
+        sources=(_text(content, "source", path, str(path)),),
         **links,
     )
 
 
-def _number(value: Any, path: str, *, least_is_allowed: bool) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (value > 0 or (least_is_allowed and value == 0)):
-        raise ConfigError.about(path, value, f"must be a number {'>=' if least_is_allowed else '>'} 0", "correct it")
-    return float(value)
+def _text(content: Mapping, key: str, path: Path, default: str) -> str:
+    if key not in content:
+        return one_line(default)
+    value, most = content[key], _TEXTS[key]
+    if not isinstance(value, str | int | float) or not str(value).isprintable() or not 0 < len(str(value)) <= most:
+        rule = f"must be one line of text, at most {most} characters"
+        raise ConfigError.about(f"--device {path}: {key}", value, rule, "correct it")
+    return str(value)
 
 
 def _table(value: Any, path: str) -> tuple[tuple[float, float], ...]:
     """[[bytes, seconds], ...] of at least two messages, in order."""
-    rule = "must be a list of [bytes, seconds], at least two, in order of bytes"
-    try:
-        table = tuple((float(nbytes), float(seconds)) for nbytes, seconds in value)
-    except (TypeError, ValueError):
-        raise ConfigError.about(path, value, rule, "correct it") from None
-    if table and (len(table) < 2 or any(a[0] >= b[0] for a, b in zip(table, table[1:]))):
+    rule = f"must be a list of [bytes, seconds], at least two and at most {_MOST_MESSAGES}, in order of bytes"
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise ConfigError.about(path, value, rule, "correct it")
+    table = tuple(
+        (_BYTES.read(nbytes, f"{path}[{n}][0]"), _SECONDS.read(seconds, f"{path}[{n}][1]"))
+        for n, (nbytes, seconds) in enumerate(value)
+    )
+    if not 2 <= len(table) <= _MOST_MESSAGES or any(a[0] >= b[0] for a, b in zip(table, table[1:])):
         raise ConfigError.about(path, value, rule, "correct it")
     return table

@@ -25,10 +25,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from mindspeed_chunk.planner.activations import RECOMPUTED, activations, block_bytes
+from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
 from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
-from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
+from mindspeed_chunk.planner.layout import Layout, Span
+from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
 from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
@@ -37,6 +37,7 @@ from mindspeed_chunk.planner.traffic import (
     data_parallel_traffic,
     expert_traffic,
     fsdp_traffic,
+    model_parallel_elements,
     model_parallel_traffic,
 )
 
@@ -70,6 +71,41 @@ class Estimate(NamedTuple):
         return sum(self.seconds.values())
 
 
+class _Common(NamedTuple):
+    """What settings have in common that differ in N, schedule, keep and policy alone.
+
+    Attributes:
+        span: of the expert-parallel group.
+        head: bytes of the logits, and seconds of the head.
+        dense: seconds of the forward of a block's other parts than experts, on `tokens` tokens.
+        collectives: seconds of FSDP2's gathers and reduce-scatters for a block.
+        sent: seconds of `_own_traffic`.
+    """
+
+    tokens: int
+    span: Span
+    layers: int
+    micro_chunks: int
+    state: StateBytes
+    gathered: int
+    head: tuple[int, float]
+    dense: float
+    collectives: tuple[float, float]
+    sent: float
+
+
+class _Layer(NamedTuple):
+    """A call of an MoE layer, and the block around it; seconds of its directions, and what of them is exposed."""
+
+    memory: ExpertMemory
+    block: BlockBytes
+    times: ChunkTimes
+    forward: float
+    exposed: float
+    backward: float
+    exposed_back: float
+
+
 @dataclass
 class Estimator:
     """Estimates of many settings for one job; parts that settings share are computed once."""
@@ -78,9 +114,14 @@ class Estimator:
     _cache: dict = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Estimate:
-        expert, times = self._layer(setting)
-        memory, host = self._memory(setting, expert)
-        return Estimate(setting, memory, self._seconds(setting, times), host, expert, times)
+        batch = (setting.micro_batch, setting.accumulation, setting.chunk_mbs)
+        key = (setting.layout, setting.backend, setting.context, *batch)
+        common = self._cache.get(key)
+        if common is None:
+            common = self._cache[key] = self._common(setting)
+        layer = self._layer(setting, common)
+        memory, host = self._memory(setting, common, layer)
+        return Estimate(setting, memory, self._seconds(setting, common, layer), host, layer.memory, layer.times)
 
     def _once(self, make: Callable[..., _Made], *of: Hashable) -> _Made:
         key = (make.__name__, *of)
@@ -88,50 +129,66 @@ class Estimator:
             self._cache[key] = make(*of)
         return self._cache[key]
 
-    def _layer(self, setting: Setting) -> tuple[ExpertMemory, ChunkTimes]:
+    def _common(self, setting: Setting) -> _Common:
+        job, layout, fsdp2 = self.job, setting.layout, setting.backend == FSDP2
+        tokens = setting.tokens(job)
+        return _Common(
+            tokens=tokens,
+            span=layout.span("ep", job.devices_per_node),
+            layers=job.model.num_hidden_layers // layout.pp,
+            micro_chunks=setting.micro_chunks,
+            state=self._once(self._fsdp_state, layout.ep) if fsdp2 else self._megatron_state(layout),
+            gathered=self._once(self._fsdp_gathered, layout.ep) if fsdp2 else 0,
+            head=(self._logits(setting), self._head_seconds(setting)),
+            dense=self._once(self._dense_seconds, tokens) / layout.tp,
+            collectives=self._once(self._block_collectives, layout.ep) if fsdp2 else (0.0, 0.0),
+            sent=sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting)),
+        )
+
+    def _layer(self, setting: Setting, common: _Common) -> _Layer:
+        key = (common.tokens, common.span, setting.layout.tp, setting.num_chunks, setting.schedule, setting.keep)
+        layer = self._cache.get(key)
+        if layer is None:
+            layer = self._cache[key] = self._made_layer(setting, common)
+        return layer
+
+    def _made_layer(self, setting: Setting, common: _Common) -> _Layer:
         job, shape = self.job, setting.layer(self.job)
-        how: dict[str, Any] = {"num_chunks": setting.num_chunks, "schedule": setting.schedule, "keep": setting.keep}
-        key = ("layer", shape, setting.layout, *how.values())
-        if key not in self._cache:
-            rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
-            span = Span.of(setting.layout.groups("ep"), job.devices_per_node)
-            times = chunk_times(shape, job.device, span, dtype=job.compute, rows=rows, **how)
-            self._cache[key] = (expert_memory(shape, rows=rows, **how), times)
-        return self._cache[key]
+        rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
+        how: dict[str, Any] = {"schedule": setting.schedule, "keep": setting.keep, "rows": rows}
+        memory = expert_memory(shape, **how)
+        times = chunk_times(shape, job.device, common.span, dtype=job.compute, **how)
+        block = block_bytes(job.model, common.tokens, job.element_size, memory, setting.layout.tp)
+        return _Layer(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
 
     def sharding(self, setting: Setting) -> Sharding:
         return Sharding(self.job.world, setting.layout.ep, train_vision=self.job.train_vision)
 
     # memory
 
-    def _memory(self, setting: Setting, expert: ExpertMemory) -> tuple[dict[str, int], int]:
-        job, layout = self.job, setting.layout
-        state = self._state(setting)
-        gathered = self._once(self._fsdp_gathered, layout.ep) if setting.backend == FSDP2 else 0
-        tokens = setting.tokens(job)
-        block = block_bytes(job.model, tokens, job.element_size, expert, layout.tp)
-        kept = activations(setting.policy, block, job.model.num_hidden_layers // layout.pp)
-        held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
-        if setting.micro_chunks > 1:
-            batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * block.input
-            held *= 1 if setting.policy == "offload" else setting.micro_chunks
-        in_flight = min(layout.pp, setting.accumulation)
-        logits = setting.micro_batch * setting.loss_chunk(job) * job.model.vocab_size // layout.tp
+    def _memory(self, setting: Setting, common: _Common, layer: _Layer) -> tuple[dict[str, int], int]:
+        state, expert = common.state, layer.memory
+        kept = activations(setting.policy, layer.block, common.layers)
+        held, host, batch = kept.kept, kept.host * common.micro_chunks, 0
+        if common.micro_chunks > 1:
+            batch = _CHUNK_MBS_HIDDEN * common.micro_chunks * layer.block.input
+            held *= 1 if setting.policy == "offload" else common.micro_chunks
+        in_flight = min(setting.layout.pp, setting.accumulation)
         memory = {
             "parameters": state.parameters,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
-            "gathered": gathered,
+            "gathered": common.gathered,
             "activations": held * in_flight + kept.working + batch,
             "expert layer": expert.peak - expert.kept + expert.weight_grads,
-            "head": logits * (job.element_size + 4 + 4),
+            "head": common.head[0],
         }
         return memory, host * in_flight
 
-    def _state(self, setting: Setting) -> StateBytes:
-        if setting.backend == FSDP2:
-            return self._once(self._fsdp_state, setting.layout.ep)
-        return self._once(self._megatron_state, setting.layout)
+    def _logits(self, setting: Setting) -> int:
+        job = self.job
+        words = -(-job.model.vocab_size // setting.layout.tp)  # of the rank with the most
+        return setting.micro_batch * setting.loss_chunk(job) * words * (job.element_size + 4 + 4)
 
     def _fsdp_state(self, ep: int) -> StateBytes:
         return state_bytes(
@@ -154,35 +211,36 @@ class Estimator:
         return list(found.values())
 
     def _megatron_state(self, layout: Layout) -> StateBytes:
-        recipe, parameters = self.job.recipe, self.job.model.parameters()
-        others = sum(p.numel for p in parameters if not p.expert) // (layout.tp * layout.pp)
-        experts = sum(p.numel for p in parameters if p.expert) // (layout.tp * layout.pp * layout.ep)
+        recipe = self.job.recipe
+        others, experts = model_parallel_elements(self.job.model, layout)
         spread = recipe.master + recipe.moments
         optimizer = others * spread // layout.size("dp_cp") + experts * spread // layout.edp
         return StateBytes((others + experts) * recipe.weight, (others + experts) * recipe.grad, optimizer)
 
     # time
 
-    def _seconds(self, setting: Setting, times: ChunkTimes) -> dict[str, float]:
-        job, layout = self.job, setting.layout
-        layers, chunks, passes = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.accumulation
+    def _seconds(self, setting: Setting, common: _Common, layer: _Layer) -> dict[str, float]:
+        dense, chunks, passes = common.dense, common.micro_chunks, setting.accumulation
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
-        dense = self._dense_seconds(setting.tokens(job)) / layout.tp
-        count = layers * chunks * passes
-        moe, moe_back = times.forward, times.backward
+        count = common.layers * chunks * passes
         seconds = {
             "attention and dense": count * dense * (1 + _BACKWARD),
-            "experts": count * (moe.total - moe.exposed + moe_back.total - moe_back.exposed),
-            "recompute": count * again * (dense + moe.total - moe.exposed),
-            "exposed all-to-all": count * (moe.exposed * (1 + again) + moe_back.exposed),
-            "head": self._head_seconds(setting),
+            "experts": count * (layer.forward - layer.exposed + layer.backward - layer.exposed_back),
+            "recompute": count * again * (dense + layer.forward - layer.exposed),
+            "exposed all-to-all": count * (layer.exposed * (1 + again) + layer.exposed_back),
+            "head": common.head[1],
         }
-        forward = chunks * (dense + moe.total)
-        backward = chunks * (_BACKWARD * dense + moe_back.total + again * (dense + moe.total))
         if setting.backend == FSDP2:
-            seconds["exposed gathers"] = self._exposed_gathers(setting, forward, backward)
-        seconds["model parallel"] = self._model_parallel(setting, sum(seconds.values()))
-        seconds["optimizer"] = self._optimizer_seconds(setting)
+            forward = chunks * (dense + layer.forward)
+            backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
+            gather, reduce = common.collectives
+            one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            seconds["exposed gathers"] = common.layers * passes * one
+        # what nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's
+        work = sum(seconds.values()) + common.sent
+        seconds["model parallel"] = common.sent + work * (setting.layout.pp - 1) / passes
+        # every byte of the state is read and written once
+        seconds["optimizer"] = 2 * common.state.total / self.job.device.memory_rate
         return seconds
 
     def core_share(self) -> float:
@@ -218,32 +276,17 @@ class Estimator:
         operations = 2 * tokens * job.model.vocab_size * job.model.hidden_size * (1 + _BACKWARD)
         return operations / job.device.rate(job.compute) / layout.tp
 
-    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> float:
-        job = self.job
-        gather, reduce = self._once(self._block_collectives, setting.layout)
-        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-        return job.model.num_hidden_layers * setting.accumulation * one
-
-    def _block_collectives(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of the gathers and of the reduce-scatters of the mean block."""
+    def _block_collectives(self, ep: int) -> tuple[float, float]:
+        """Seconds of FSDP2's gathers and of its reduce-scatters for the mean block."""
         job, gather, reduce = self.job, 0.0, 0.0
-        for unit in units(job.model, Sharding(job.world, layout.ep)):
+        layout = Layout(ep=ep, dp=job.world)
+        spans = {kind: layout.span(kind, job.devices_per_node) for kind in ("edp", "dp_cp")}
+        for unit in units(job.model, Sharding(job.world, ep)):
             if ".layers." in unit.name:
-                span = Span.of(layout.groups("edp" if unit.expert else "dp_cp"), job.devices_per_node)
-                elements = unit.gathered()
+                span, elements = spans["edp" if unit.expert else "dp_cp"], unit.gathered()
                 gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
                 reduce += collective_seconds(REDUCE_SCATTER, elements * _REDUCED, span, job.device)
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
-
-    def _model_parallel(self, setting: Setting, work: float) -> float:
-        """What nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's."""
-        job, layout = self.job, setting.layout
-        sent = sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting))
-        return sent + (work + sent) * (layout.pp - 1) / setting.accumulation
-
-    def _optimizer_seconds(self, setting: Setting) -> float:
-        """Every byte of its state read and written once."""
-        return 2 * self._state(setting).total / self.job.device.memory_rate
 
     # traffic
 

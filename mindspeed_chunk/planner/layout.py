@@ -13,14 +13,35 @@ MindSpeed-MM's FSDP2 back end: consecutive ranks share the experts, and everythi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 Groups = tuple[tuple[int, ...], ...]
-# kinds of groups, and the coordinates that vary inside of one; "dp_cp" is the one that sums gradients
-DENSE_KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "dp_cp": "cp dp"}
-EXPERT_KINDS = {"ep": "ep", "edp": "edp"}
-KINDS = (*DENSE_KINDS, *EXPERT_KINDS)
+# "dp_cp" is the one that sums gradients
+KINDS = ("tp", "cp", "dp", "pp", "dp_cp", "ep", "edp")
+
+
+class Span(NamedTuple):
+    """Ranks of a group, and how many of them are on one node."""
+
+    ranks: int
+    per_node: int
+
+    @classmethod
+    def of(cls, groups: Groups, devices_per_node: int) -> Span:
+        """The span of the group that touches the most nodes."""
+
+        def widest(group: tuple[int, ...]) -> int:
+            return len({rank // devices_per_node for rank in group})
+
+        group = max(groups, key=widest)
+        return cls(len(group), max(1, len(group) // widest(group)))
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the group has ranks on more than one node."""
+        return self.per_node < self.ranks
 
 
 class Layout(NamedTuple):
@@ -60,35 +81,43 @@ class Layout(NamedTuple):
         Raises:
             ValueError: where the expert-parallel size does not divide CP x DP.
         """
-        if kind in EXPERT_KINDS:
-            if (self.cp * self.dp) % self.ep:
-                raise ValueError(f"EP={self.ep} does not divide CP x DP = {self.cp * self.dp}")
-            axes = (("tp", self.tp), ("ep", self.ep), ("edp", self.edp), ("pp", self.pp))
-            return _groups(axes, EXPERT_KINDS[kind])
-        axes = (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
-        return _groups(axes, DENSE_KINDS[kind])
+        stride, size = self._steps(kind)
+        block = stride * size
+        firsts = (start + place for start in range(0, self.world, block) for place in range(stride))
+        return tuple(tuple(range(first, first + block, stride)) for first in firsts)
+
+    def span(self, kind: str, devices_per_node: int) -> Span:
+        """What `Span.of` says of `groups(kind)`, without a list of all ranks.
+
+        Raises:
+            ValueError: as `groups` does.
+        """
+        return _span(*self._steps(kind), self.world, devices_per_node)
 
     def inside_node(self, kind: str, devices_per_node: int) -> bool:
         """Whether no group of this kind crosses from one node to another."""
-        return nodes_of_group(self.groups(kind), devices_per_node) == 1
+        return not self.span(kind, devices_per_node).crosses_nodes
+
+    def _steps(self, kind: str) -> tuple[int, int]:
+        """The distance from one rank of a group to the next one, and the number of its ranks."""
+        if kind in ("ep", "edp"):
+            if (self.cp * self.dp) % self.ep:
+                raise ValueError(f"EP={self.ep} does not divide CP x DP = {self.cp * self.dp}")
+            return (self.tp, self.ep) if kind == "ep" else (self.tp * self.ep, self.edp)
+        strides = {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp, "pp": self.tp * self.cp * self.dp}
+        return strides["cp" if kind == "dp_cp" else kind], self.size(kind)
 
 
-@functools.cache
-def _groups(axes: tuple[tuple[str, int], ...], varying: str) -> Groups:
-    inside, outside, stride = [0], [0], 1
-    for name, size in axes:
-        steps = range(0, size * stride, stride)
-        if name in varying.split():
-            inside = [low + step for step in steps for low in inside]
-        else:
-            outside = [low + step for step in steps for low in outside]
-        stride *= size
-    return tuple(tuple(start + offset for offset in inside) for start in outside)
-
-
-def nodes_of_group(groups: Groups, devices_per_node: int) -> int:
-    """The most nodes that one of the groups spans."""
-    return max(len({rank // devices_per_node for rank in group}) for group in groups)
+@functools.lru_cache(maxsize=4096)
+def _span(stride: int, size: int, world: int, devices_per_node: int) -> Span:
+    """Of the groups of `size` ranks, `stride` apart; blocks of stride x size ranks hold `stride` groups each."""
+    reach, block = stride * (size - 1), stride * size
+    if stride >= devices_per_node:
+        return Span(size, 1)
+    # a group has ranks on every node between its ends: the most where it begins as late on a node as any does
+    starts = range(0, min(world, math.lcm(block, devices_per_node)), block)
+    latest = max(min(start % devices_per_node + stride, devices_per_node) - 1 for start in starts)
+    return Span(size, max(1, size // ((latest + reach) // devices_per_node + 1)))
 
 
 def layouts(
@@ -113,6 +142,9 @@ def layouts(
                     yield Layout(tp, cp, ep, dp, pp)
 
 
-def _divisors(number: int, also: int | None = None) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def _divisors(number: int, also: int | None = None) -> tuple[int, ...]:
     """Of `number`, and of `also` where it is given."""
-    return [d for d in range(1, number + 1) if number % d == 0 and (also is None or also % d == 0)]
+    number = math.gcd(number, also or number)
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return (*low, *(number // d for d in reversed(low) if d * d < number))

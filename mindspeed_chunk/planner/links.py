@@ -16,35 +16,11 @@ pieces, S / d bytes, and gets the others' S (d - 1) / d inside of its node. A re
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.layout import Groups
+from mindspeed_chunk.planner.layout import Span
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "point-to-point"
-
-
-class Span(NamedTuple):
-    """Ranks of a group, and how many of them are on one node."""
-
-    ranks: int
-    per_node: int
-
-    @classmethod
-    def of(cls, groups: Groups, devices_per_node: int) -> Span:
-        """The span of the group that touches the most nodes."""
-
-        def widest(group: tuple[int, ...]) -> int:
-            return len({rank // devices_per_node for rank in group})
-
-        group = max(groups, key=widest)
-        return cls(len(group), max(1, len(group) // widest(group)))
-
-    @property
-    def crosses_nodes(self) -> bool:
-        """Whether the group has ranks on more than one node."""
-        return self.per_node < self.ranks
 
 
 def collective_seconds(kind: str, nbytes: float, span: Span, device: Device) -> float:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.model_config import MAX_LAYERS, BadConfig, read_file
+from mindspeed_chunk.wording import one_line
 
 MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_LAYERS, _MAX_SIZE = ("num_hidden_layers", "depth"), 10**9
 # one layer in this many has full attention, where a config does not list them
 _FULL_ATTENTION_INTERVAL = 4
 
@@ -151,7 +154,7 @@ def load_model(name: str) -> ModelSize:
         ConfigError: naming the models there are.
     """
     folder = Path(name)
-    if folder.is_dir() or folder.suffix == ".json":
+    if os.path.isdir(folder) or folder.suffix == ".json":  # not Path's, which raises for a name that is too long
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
     found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
@@ -163,14 +166,11 @@ def load_model(name: str) -> ModelSize:
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"its {file.name} cannot be read: {' '.join(str(error).split())}"
-        raise ConfigError.about("--model", name, reason, "give the folder of a Qwen3.5-MoE") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError.about("--model", name, f"its {file.name} is no mapping", "give the folder of a Qwen3.5-MoE")
+        content = read_file(file)
+    except BadConfig as error:
+        raise ConfigError.about("--model", name, str(error), "give the folder of a Qwen3.5-MoE") from None
     return from_config(content, name, str(file))
 
 
@@ -181,34 +181,64 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
         ConfigError: for another kind of model, or a size that is no positive integer.
     """
     if content.get("model_type") != MODEL_TYPE:
-        rule = f"its model_type is {content.get('model_type')!r}, and {MODEL_TYPE!r} is the one that is known"
-        raise ConfigError.about("--model", name, rule, "give the folder of a Qwen3.5-MoE")
-    text = {"tie_word_embeddings": False, **content, **content.get("text_config", {})}
+        raise _wrong(name, "model_type", content.get("model_type"), f"must be {MODEL_TYPE!r}, the one that is known")
+    text = {"tie_word_embeddings": False, **content, **_section(content, "text_config", name)}
+    if not isinstance(text["tie_word_embeddings"], bool):
+        raise _wrong(name, "tie_word_embeddings", text["tie_word_embeddings"], "must be true or false")
     size = ModelSize(
-        name=name,
-        source=source,
-        vision=VisionSize(**_sizes(VisionSize, content.get("vision_config", {}), name, "vision_config")),
+        name=one_line(name),
+        source=one_line(source),
+        vision=VisionSize(**_sizes(VisionSize, _section(content, "vision_config", name), name, "vision_config")),
         **_sizes(ModelSize, text, name, "text_config"),
-        tie_word_embeddings=bool(text["tie_word_embeddings"]),
+        tie_word_embeddings=text["tie_word_embeddings"],
     )
+    if size.num_experts_per_tok > size.num_experts:
+        rule = f"must be at most num_experts, {size.num_experts}"
+        raise _wrong(name, "text_config.num_experts_per_tok", size.num_experts_per_tok, rule)
+    return dataclasses.replace(size, layer_types=_layer_types(text, size.num_hidden_layers, name))
+
+
+def _section(content: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """Empty where it is missing or null, as for transformers."""
+    found = content.get(key)
+    if not isinstance(found, Mapping | None):
+        raise _wrong(name, key, found, "must be a mapping")
+    return found or {}
+
+
+def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, ...]:
     layers = text.get("layer_types")
     if layers is None:
         interval = text.get("full_attention_interval", _FULL_ATTENTION_INTERVAL)
-        layers = [_LINEAR if (n + 1) % interval else _FULL for n in range(size.num_hidden_layers)]
-    if len(layers) != size.num_hidden_layers or not set(layers) <= {_LINEAR, _FULL}:
-        rule = f"its layer_types must be {size.num_hidden_layers} of {_LINEAR} and {_FULL}"
-        raise ConfigError.about("--model", name, rule, "correct the config")
-    return dataclasses.replace(size, layer_types=tuple(layers))
+        _check_size(interval, MAX_LAYERS, name, "text_config.full_attention_interval")
+        return tuple(_LINEAR if (n + 1) % interval else _FULL for n in range(number))
+    if not isinstance(layers, list) or len(layers) != number or any(kind not in (_LINEAR, _FULL) for kind in layers):
+        rule = f"must be a list of {number} (num_hidden_layers), each {_LINEAR} or {_FULL}"
+        raise _wrong(name, "text_config.layer_types", layers, rule)
+    return tuple(layers)
 
 
 def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> dict[str, Any]:
-    found = {field.name: content[field.name] for field in dataclasses.fields(cls) if field.name in content}
-    sizes = {key: value for key, value in found.items() if key not in ("name", "source", "vision", "layer_types")}
-    sizes.pop("tie_word_embeddings", None)
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError.about(f"--model {name}: {section}.{key}", value, "must be an integer >= 1", "correct it")
-    return sizes
+    keys = [field.name for field in dataclasses.fields(cls) if field.type == "int" and field.name in content]
+    for key in keys:
+        _check_size(content[key], MAX_LAYERS if key in _LAYERS else _MAX_SIZE, name, f"{section}.{key}")
+    return {key: content[key] for key in keys}
+
+
+def _check_size(value: Any, most: int, name: str, key: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {most}")
+
+
+def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError.about(f"--model {name}: {key}", value, rule, "correct its config.json, or give another model")
+
+
+@functools.lru_cache(maxsize=16)
+def num_by_kind(size: ModelSize) -> tuple[int, int]:
+    """Elements of everything but the experts, and of the experts."""
+    experts = sum(parameter.numel for parameter in size.parameters() if parameter.expert)
+    return size.num_parameters() - experts, experts
 
 
 @functools.lru_cache(maxsize=16)

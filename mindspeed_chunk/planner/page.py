@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from mindspeed_chunk.planner.charts import legend, line_chart, stacked_bar
+from mindspeed_chunk.planner.numbers import billions, fixed
 
 GB = 1e9
 _STYLE = """
@@ -75,8 +76,8 @@ def _colours() -> str:
 
 def _job_line(job: dict[str, Any]) -> str:
     return (
-        f"{job['parameters'] / 1e9:.1f}e9 parameters, {job['active_parameters'] / 1e9:.1f}e9 a token; "
-        f"{job['memory'] / GB:.0f} GB a device, of which {job['budget'] / GB:.1f} GB may be used; "
+        f"{billions(job['parameters'])} parameters, {billions(job['active_parameters'])} a token; "
+        f"{fixed(job['memory'] / GB, 0)} GB a device, of which {fixed(job['budget'] / GB, 1)} GB may be used; "
         f"{job['global_batch']} samples of {job['sequence']} tokens a step; {job['recipe']}. Times are at the device's "
         "peak rates, unless its file has measured ones: compare them."
     )
@@ -109,9 +110,9 @@ def _memory_panel(report: dict[str, Any]) -> str:
     rows = []
     for name, each in drawn:
         parts = {part: value / GB for part, value in each["memory"].items()}
-        told = f"{name}: {each['peak'] / GB:.1f} GB"
+        told = f"{name}: {fixed(each['peak'] / GB, 1)} GB"
         bar = stacked_bar(parts, most / GB, "GB", told, mark=job["budget"] / GB)
-        rows.append(_row(name, f"{each['peak'] / GB:.1f} GB", bar))
+        rows.append(_row(name, f"{fixed(each['peak'] / GB, 1)} GB", bar))
     note = '<p class="soft">The line is what may be used.</p>'
     return _panel("Memory of a rank", legend(list(drawn[0][1]["memory"])), *rows, note)
 
@@ -123,8 +124,8 @@ def _time_panel(report: dict[str, Any]) -> str:
     rows = []
     for name, each in drawn:
         parts = {part: each["seconds"].get(part, 0.0) for part in names}
-        bar = stacked_bar(parts, most, "s", f"{name}: {each['step']:.3f} s")
-        rows.append(_row(name, f"{each['step']:.3f} s", bar))
+        bar = stacked_bar(parts, most, "s", f"{name}: {fixed(each['step'], 3)} s")
+        rows.append(_row(name, f"{fixed(each['step'], 3)} s", bar))
     return _panel("Time of a step", legend(names), *rows)
 
 
@@ -152,7 +153,7 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
     found = report["recommendation"]
     settings = [_chosen(found), *found["runners_up"]]
     rows: list[tuple[str, ...]] = [
-        (each["title"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}") for each in settings
+        (each["title"], fixed(each["peak"] / GB, 1), fixed(each["step"], 3)) for each in settings
     ]
     heading = "The recommended setting and the next ones" if found["fits"] else "Least memory; it does not fit"
     yield _table(heading, ("setting", "GB", "s a step"), rows)
@@ -166,7 +167,7 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
     ]
     yield _table("Traffic of a rank in a step", ("layout", "group", "kind", "ranks", "calls", "GB", "s"), rows)
     rows = [
-        (each["policy"], *(f"{each[key] / GB:.2f}" for key in ("kept", "working", "host")), f"{each['again']:.0%}")
+        (each["policy"], *(fixed(each[key] / GB, 2) for key in ("kept", "working", "host")), f"{each['again']:.0%}")
         for each in report["activations"]
     ]
     yield _table("Activations", ("policy", "kept GB", "at work GB", "host GB", "forward again"), rows)
@@ -175,7 +176,7 @@ def _tables(report: dict[str, Any]) -> Iterable[str]:
             each["name"],
             str(each["kept"]),
             str(each["gathered"]),
-            f"{each['rank'] / GB:.2f}",
+            fixed(each["rank"] / GB, 2),
             "yes" if each["possible"] else "no",
         )
         for each in report["precision"]
@@ -189,12 +190,12 @@ def _place(each: dict[str, Any]) -> tuple[str, ...]:
         return name, each["role"], each["problem"], "", "", "", ""
     kinds = each["inside_node"]
     places = (" ".join(kind for kind, inside in kinds.items() if inside is wanted) for wanted in (True, False))
-    return name, each["role"], each["brief"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", *places
+    return name, each["role"], each["brief"], fixed(each["peak"] / GB, 1), fixed(each["step"], 3), *places
 
 
 def _sent(sent: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     calls, nbytes, seconds = (sent[key] for key in keys)
-    return str(calls), f"{nbytes / GB:.2f}", f"{seconds:.3f}"
+    return str(calls), fixed(nbytes / GB, 2), fixed(seconds, 3)
 
 
 def _table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
+from mindspeed_chunk.planner.numbers import fixed
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
 from mindspeed_chunk.planner.setting import Job, Setting
@@ -136,27 +137,28 @@ def _character(each: Estimate) -> tuple:
 
 def _does_not_fit(job: Job, smallest: Estimate) -> str:
     return (
-        f"Nothing fits: the least that a setting takes is {smallest.peak / 1e9:.1f} GB of the "
-        f"{job.budget / 1e9:.1f} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.0f} GB stay "
-        "free). "
-        "More devices share the parameters among more, a shorter sequence has smaller activations."
+        f"Nothing fits: the least that a setting takes is {fixed(smallest.peak / 1e9, 1)} GB of the "
+        f"{fixed(job.budget / 1e9, 1)} GB that may be used ({job.reserve:.0%} of {job.device.memory / 1e9:.3g} GB "
+        "stay free). More devices share the parameters among more, a shorter sequence has smaller activations."
     )
 
 
 def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout, Estimate]) -> Iterator[str]:
     setting = best.setting
     yield (
-        f"Memory: {best.peak / 1e9:.1f} GB of the {job.budget / 1e9:.1f} GB that may be used; the largest part is "
-        f"{max(best.memory, key=best.memory.__getitem__)} with {max(best.memory.values()) / 1e9:.1f} GB."
+        f"Memory: {fixed(best.peak / 1e9, 1)} GB of the {fixed(job.budget / 1e9, 1)} GB that may be used; the largest "
+        f"part is {max(best.memory, key=best.memory.__getitem__)} with {fixed(max(best.memory.values()) / 1e9, 1)} GB."
     )
     yield from _why_layout(job, best, of_layout)
     yield from _why_chunks(estimator, best)
     if setting.keep != KEEPS[0] or setting.policy != "none":
         plain = estimator(_with(setting, keep=KEEPS[0], policy="none", chunk_mbs=0, **_accumulated(setting)))
-        verdict = "would not fit" if plain.peak > job.budget else f"would take {plain.step / best.step:.2f} of the time"
+        verdict = (
+            "would not fit" if plain.peak > job.budget else f"would take {fixed(plain.step / best.step, 2)} of the time"
+        )
         yield (
             f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is "
-            f"{plain.peak / 1e9:.1f} GB, which {verdict}."
+            f"{fixed(plain.peak / 1e9, 1)} GB, which {verdict}."
         )
     if setting.policy == "none":
         yield (
@@ -177,7 +179,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
         yield (
             f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters a step "
             f"where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
-            f"the step takes {best.step / other.step:.2f} of the time."
+            f"the step takes {fixed(best.step / other.step, 2)} of the time."
         )
     if job.imbalance > 1:
         yield _imbalance(job, setting.layout)
@@ -208,7 +210,7 @@ def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> 
         ep = each.setting.layout.ep
         if each.peak <= job.budget and ep != layout.ep:
             steps[ep] = min(each.step, steps.get(ep, each.step))
-    told = ", ".join(f"EP={ep} {step / best.step:.2f}" for ep, step in sorted(steps.items()))
+    told = ", ".join(f"EP={ep} {fixed(step / best.step, 2)}" for ep, step in sorted(steps.items()))
     if told:
         yield f"Step time of the best fitting setting with another EP, to this one's: {told}."
 
@@ -221,7 +223,7 @@ def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
     chunked = [each for each in of_layout.values() if each.setting.layout.ep > 1 and each.peak <= job.budget]
     if chunked:
         other = min(chunked, key=lambda each: each.step)
-        told += f" The best without that assumption: {other.setting.title()}, {other.step:.3f} s a step."
+        told += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s a step."
     return told
 
 
@@ -229,8 +231,8 @@ def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:
     if best.setting.layout.ep == 1:
         return
     others = {n: estimator(_with(best.setting, num_chunks=n)) for n in CHUNKS}
-    exposed = ", ".join(f"N={n} {each.times.exposed * 1e3:.2f} ms" for n, each in others.items())
-    held = ", ".join(f"N={n} {each.expert.peak / 1e9:.2f} GB" for n, each in others.items())
+    exposed = ", ".join(f"N={n} {fixed(each.times.exposed * 1e3, 2)} ms" for n, each in others.items())
+    held = ", ".join(f"N={n} {fixed(each.expert.peak / 1e9, 2)} GB" for n, each in others.items())
     yield (
         f"N={best.setting.num_chunks}: exposed all-to-all of a layer, forward and backward: {exposed}; "
         f"its peak: {held}."

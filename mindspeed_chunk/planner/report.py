@@ -202,7 +202,7 @@ def _sequence(job: Job) -> Iterator[dict[str, Any]]:
     for context in CONTEXTS:
         for ranks in (2, 4, 8):
             problem = context_problem(job.model, context, ranks, job.sequence)
-            tokens = job.sequence // ranks
+            tokens = -(-job.sequence // ranks)  # of the rank with the most
             traffic = [
                 {"kind": kind, "calls": calls, "nbytes": nbytes}
                 for kind, calls, nbytes in context_traffic(job.model, context, ranks, tokens, job.element_size)

@@ -89,11 +89,16 @@ class StateBytes(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def units(model: ModelSize, sharding: Sharding) -> tuple[Unit, ...]:
     """The units of a model, in the order of their first parameter."""
-    patterns = tuple(re.compile(_regex(pattern)) for pattern in sharding.modules)
-    by_module: dict[str, list[Parameter]] = {}
+    return tuple(_unit(name, found, sharding) for name, found in _by_module(model, sharding.modules).items())
+
+
+@functools.lru_cache(maxsize=16)
+def _by_module(model: ModelSize, modules: tuple[str, ...]) -> dict[str, list[Parameter]]:
+    patterns = tuple(re.compile(_regex(pattern)) for pattern in modules)
+    found: dict[str, list[Parameter]] = {}
     for parameter in model.parameters():
-        by_module.setdefault(_owner(parameter.name, patterns), []).append(parameter)
-    return tuple(_unit(name, found, sharding) for name, found in by_module.items())
+        found.setdefault(_owner(parameter.name, patterns), []).append(parameter)
+    return found
 
 
 def _unit(name: str, found: Sequence[Parameter], sharding: Sharding) -> Unit:

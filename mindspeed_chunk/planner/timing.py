@@ -16,6 +16,7 @@ rank decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,12 +94,11 @@ class _Costs:
     rows: tuple[ChunkRows, ...]
 
     def of(self, by_kind: dict[str, Callable[[ChunkRows], float]]) -> Callable[[Action], float]:
-        def cost(action: Action) -> float:
-            rows = self.rows[action.chunk]
-            call = 0.0 if action.kind in "DC" else self.device.call
-            return by_kind[action.kind](rows) + call
+        @functools.cache  # most chunks have as many rows as the others
+        def cost_of(kind: str, rows: ChunkRows) -> float:
+            return by_kind[kind](rows) + (0.0 if kind in "DC" else self.device.call)
 
-        return cost
+        return lambda action: cost_of(action.kind, self.rows[action.chunk])
 
     def forward(self) -> dict[str, Callable[[ChunkRows], float]]:
         row = self.shape.hidden * self.shape.element_size

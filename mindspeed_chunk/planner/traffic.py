@@ -27,10 +27,9 @@ from mindspeed_chunk.planner.links import (
     ALL_TO_ALL,
     POINT_TO_POINT,
     REDUCE_SCATTER,
-    Span,
     collective_seconds,
 )
-from mindspeed_chunk.planner.model import ModelSize
+from mindspeed_chunk.planner.model import ModelSize, num_by_kind
 from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.sequence import context_traffic
 from mindspeed_chunk.planner.state import Sharding, units
@@ -58,7 +57,7 @@ class Collective(NamedTuple):
         """Time on the links, with every call by itself."""
         if not self.calls or self.ranks == 1:
             return 0.0
-        span = Span.of(layout.groups(self.group), devices_per_node)
+        span = layout.span(self.group, devices_per_node)
         return self.calls * collective_seconds(self.kind, self.nbytes / self.calls, span, device)
 
 
@@ -164,10 +163,15 @@ def model_parallel_traffic(
     return found
 
 
+def model_parallel_elements(model: ModelSize, layout: Layout) -> tuple[int, int]:
+    """Elements on one rank where TP and PP split the model: of everything but the experts, and of these."""
+    others, experts = num_by_kind(model)
+    return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
+
+
 def data_parallel_traffic(model: ModelSize, layout: Layout, recipe: Recipe) -> list[Collective]:
     """A distributed optimizer's: gradients reduce-scattered, parameters gathered, experts in a group of their own."""
-    experts = sum(p.numel for p in model.parameters() if p.expert) // (layout.tp * layout.pp * layout.ep)
-    others = sum(p.numel for p in model.parameters() if not p.expert) // (layout.tp * layout.pp)
+    others, experts = model_parallel_elements(model, layout)
     found = []
     for group, elements in (("dp_cp", others), ("edp", experts)):
         if layout.size(group) > 1:

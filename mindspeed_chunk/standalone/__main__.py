@@ -9,6 +9,7 @@ import os
 import sys
 import time
 
+from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.standalone.config import load_config
 
@@ -21,8 +22,8 @@ def main(argv=None):
     parser.add_argument("config", metavar="CONFIG.yaml", help="a yaml of MindSpeed-MM's")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="set a key, as in training.lr=1e-3")
     arguments = parser.parse_args(argv)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
+        rank, world_size = _ranks()
         config, warnings = load_config(arguments.config, arguments.overrides, world_size)
 
         from mindspeed_chunk.standalone.prepare import open_metrics, prepare  # seconds, for transformers
@@ -62,5 +63,20 @@ def main(argv=None):
     return 0
 
 
+def _ranks():
+    """This process's rank, and how many there are, as torchrun tells them. Raises ConfigError."""
+    rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
+    lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if "RANK" in os.environ and lacking:
+        raise ConfigError(f"environment variable {lacking[0]}: is not set, and RANK is; start with torchrun")
+    if rank >= size:
+        rule = f"must be below WORLD_SIZE, {size}"
+        raise ConfigError.about("environment variable RANK", rank, rule, "start with torchrun")
+    if "RANK" not in os.environ and size != 1:
+        rule = "is set, and RANK is not"
+        raise ConfigError.about("environment variable WORLD_SIZE", size, rule, "start with torchrun, or unset it")
+    return rank, size
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -4,34 +4,71 @@ Reads the metrics files of several runs, prints one table, the first run being w
 draws the loss curves. A run is named after its file.
 """
 
-import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import USER_ERROR, run
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.tools.output import console, drawable
+from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.wording import one_line
+
 WARM_UP = 2  # iterations that the step time leaves out: the first are slower, and the second is watched
+PHASES = ("forward", "recompute", "backward")
+_WAY_OUT = "give what the trainer wrote to standalone.metrics_path"
 
 
 def read_metrics(path):
-    """The records of a metrics file, one an iteration. Raises ValueError with one line."""
+    """The records of a metrics file, one an iteration. Raises ConfigError."""
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON lines: {error}") from None
-    if not records:
-        raise ValueError(f"{path}: no iteration in it")
-    return records
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:  # no UTF-8, no path
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_WAY_OUT}") from None
+    if not lines:
+        raise ConfigError(f"{path}: no iteration in it; {_WAY_OUT}")
+    return [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line, where):
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError.about(where, line, f"not JSON lines: {error}", _WAY_OUT) from None
+    if not isinstance(record, dict):
+        raise ConfigError.about(where, record, "must be an object", _WAY_OUT)
+    for key in ("iteration", "loss", "elapsed_ms"):
+        if not _is_number(record.get(key)):
+            raise ConfigError.about(f"{where}: {key}", record.get(key), "must be a number", _WAY_OUT)
+    if not _is_counted(record.get("per_layer", dict.fromkeys(PHASES, {}))):
+        rule = f"must have numbers for {', '.join(PHASES)}"
+        raise ConfigError.about(f"{where}: per_layer", record["per_layer"], rule, _WAY_OUT)
+    return record
+
+
+def _is_number(value):
+    """Whether it is one that can be computed with; a loss may be nan."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
+def _is_counted(value):
+    counts = [value.get(phase) for phase in PHASES] if isinstance(value, dict) else [None]
+    return all(isinstance(count, dict) and all(map(_is_number, count.values())) for count in counts)
 
 
 def largest_difference(losses, base):
-    """The largest relative difference of two loss curves over the iterations that both have."""
-    return max(abs(loss - other) / abs(other) for loss, other in zip(losses, base))
+    """The largest relative difference of two loss curves over the iterations that both have.
+
+    Infinite where a loss of `base` alone is 0; nan where one of the two is, or that of `base` alone is infinite.
+    """
+    found = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
+             for loss, other in zip(losses, base)]  # fmt: skip
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def traffic(records, kind):
@@ -39,7 +76,7 @@ def traffic(records, kind):
     counted = next((record["per_layer"] for record in records if "per_layer" in record), None)
     if counted is None:
         return "-"
-    parts = [counted[phase].get(kind, 0) for phase in ("forward", "recompute", "backward")]
+    parts = [counted[phase].get(kind, 0) for phase in PHASES]
     return f"{sum(parts):g} ({'+'.join(f'{part:g}' for part in parts)})"
 
 
@@ -61,7 +98,7 @@ def table(runs):
         losses = [record["loss"] for record in records]
         times = [record["elapsed_ms"] for record in records]
         result.add_row(
-            name,
+            one_line(name),
             f"{losses[0]:.4f}",
             f"{losses[-1]:.4f}",
             f"{largest_difference(losses, base):.1e}" if result.row_count else "-",
@@ -72,9 +109,19 @@ def table(runs):
     return result
 
 
+def names(paths):
+    """{name: path} of the runs: the file's name without its end, or the whole path where two files are named alike."""
+    stems = [path.stem for path in paths]
+    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
+
+
 def plot(runs, path):
     """Write the loss curves as a PNG; needs matplotlib."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        rule = "matplotlib cannot be imported"
+        raise ConfigError.about("--plot", str(path), rule, "pip install 'mindspeed_chunk[tools]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -83,31 +130,37 @@ def plot(runs, path):
     for number, (name, records) in enumerate(runs.items()):
         # thinner from curve to curve, so that equal ones stay visible under each other
         width = 1 + 2.5 * (len(runs) - 1 - number)
-        axes.plot([r["iteration"] for r in records], [r["loss"] for r in records], label=name, linewidth=width)
+        axes.plot(
+            [r["iteration"] for r in records], [r["loss"] for r in records], label=drawable(name), linewidth=width
+        )
     axes.set(xlabel="iteration", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError.about("--plot", str(path), reason, "give another file") from None
+    files.write_figure(path, figure, "--plot")
     pyplot.close(figure)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
+    parser = Parser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the loss curves")
     arguments = parser.parse_args(argv)
     try:
-        runs = {path.stem: read_metrics(path) for path in arguments.metrics}
-    except ValueError as error:
+        runs = {name: read_metrics(path) for name, path in names(arguments.metrics).items()}
+        console().print(table(runs))
+        if arguments.plot:
+            plot(runs, arguments.plot)
+            print(f"loss curves: {arguments.plot}")
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    Console().print(table(runs))
-    if arguments.plot:
-        plot(runs, arguments.plot)
-        print(f"loss curves: {arguments.plot}")
+        return USER_ERROR
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
+from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.mbs import checks as mbs_checks
 from mindspeed_chunk.moe import checks as moe_checks
@@ -21,8 +22,8 @@ from mindspeed_chunk.standalone.section import (
     names,
     number,
     override,
-    read_yaml,
     text,
+    warnings_of,
 )
 
 
@@ -123,7 +124,7 @@ def load_config(path, overrides, world_size):
 
     Returns (Config, list of warnings). Raises ConfigError.
     """
-    content = read_yaml(Path(path))
+    content = yaml_text.sections(yaml_text.read(Path(path)), str(path)).data
     for argument in overrides:
         override(content, argument)
     root = Section(content, "")
@@ -152,9 +153,7 @@ def load_config(path, overrides, world_size):
         metrics_path=Path(metrics_path) if metrics_path else None,
     )
     warnings += _chunkmbs_warnings(config)
-    if unused := root.unused():
-        warnings.append(f"without effect in this trainer: {', '.join(unused)}")
-    return config, warnings
+    return config, [*warnings, *warnings_of(root.unused())]
 
 
 def _read_chunkmbs_plan(features):

@@ -1,6 +1,8 @@
 """transformers' Qwen3.5-MoE: built, its modules found by MindSpeed-MM's patterns, its experts behind a dispatcher."""
 
+import copy
 import logging
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,15 @@ import torch
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs.block import check_order
+from mindspeed_chunk.model_config import BadConfig
+from mindspeed_chunk.model_config import read as read_config
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.arguments import Dispatcher
 from mindspeed_chunk.moe.checks import check_experts
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
 from mindspeed_chunk.names import read_patterns
 from mindspeed_chunk.observe import emit
+from mindspeed_chunk.wording import shown
 
 try:
     import transformers
@@ -34,20 +39,23 @@ def read_model_config(config, vocabulary):
     Raises ConfigError.
     """
     folder = Path(config.model.model_name_or_path)
-    if not (folder / "config.json").is_file():
-        raise _model_error(folder, "has no config.json")
     try:
-        content, _ = Qwen3_5MoeConfig.get_config_dict(folder)
-        model_type = content.get("model_type")
+        content = read_config(folder)
+    except BadConfig as error:
+        raise _model_error(folder, str(error)) from None
+    model_type = content.get("model_type")
+    try:
         model_config = Qwen3_5MoeConfig.from_dict(content)
     except Exception as error:  # transformers' checks raise many kinds
         raise _model_error(folder, f"its config.json is not valid: {' '.join(str(error).split())}") from None
     text: Any = model_config.text_config
     if model_type != MODEL_TYPE:
-        raise _model_error(folder, f"its model_type is {model_type!r}, and this trainer knows only {MODEL_TYPE!r}")
+        raise _model_error(folder, f"its model_type is {shown(model_type)}, and this trainer knows only {MODEL_TYPE!r}")
     check_experts(config.ep_size, text.num_experts)
     if text.hidden_act != "silu":
-        raise _model_error(folder, f"its hidden_act is {text.hidden_act!r}, and the dispatchers compute SwiGLU (silu)")
+        raise _model_error(
+            folder, f"its hidden_act is {shown(text.hidden_act)}, and the dispatchers compute SwiGLU (silu)"
+        )
     if text.vocab_size < vocabulary:
         raise _model_error(folder, f"its vocab_size is {text.vocab_size}, and the data has {vocabulary} tokens")
     return model_config
@@ -65,6 +73,7 @@ def build_model(config, model_config):
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its notes on kernels that only accelerators have
     folder = Path(config.model.model_name_or_path)
+    _check_memory(folder, model_config)
     if any(folder.glob("*.safetensors")):
         transformers.utils.logging.disable_progress_bar()
         model = Qwen3_5MoeForConditionalGeneration.from_pretrained(
@@ -77,6 +86,21 @@ def build_model(config, model_config):
         )
     model.model.visual.requires_grad_(False)
     return model.train()
+
+
+def _check_memory(folder, model_config):
+    """Raises ConfigError for a model that cannot be built, or whose weights in fp32 this machine cannot hold."""
+    try:
+        with torch.device("meta"):
+            # of a copy: a model changes its config
+            model = Qwen3_5MoeForConditionalGeneration(copy.deepcopy(model_config))
+        needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
+    except Exception as error:  # sizes that do not go together fail in many ways
+        raise _model_error(folder, f"its model cannot be built: {' '.join(str(error).split())}") from None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        rule = f"its weights are {needed / 2**30:.3g} GiB in fp32, and this machine has {memory / 2**30:.3g} GiB"
+        raise _model_error(folder, rule)
 
 
 def match_modules(model, patterns, path):

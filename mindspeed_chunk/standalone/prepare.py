@@ -47,6 +47,6 @@ def open_metrics(config):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # a name may have characters that no file has
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError.about("standalone.metrics_path", str(path), reason, "give another file") from None

@@ -1,11 +1,10 @@
 """Reading a yaml key by key: types checked, errors of one line, and a record of what nobody asked for."""
 
-import difflib
 from dataclasses import MISSING, field, fields
 
-import yaml
-
-from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk import keys, yaml_text
+from mindspeed_chunk.config import INTEGERS_BELOW, ConfigError
+from mindspeed_chunk.wording import one_line, shortened
 
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
@@ -55,20 +54,28 @@ class Section:
         self._used.update(keys)
 
     def unused(self):
-        """Paths of keys that nobody asked for, each with the key that it nearly is, if there is one."""
-        own = [self.at(name) + self._meant(str(name)) for name in self.mapping if name not in self._used]
-        return own + [name for child in self._children for name in child.unused()]
+        """Paths of keys that nobody asked for, with their values, and the section that each is in."""
+        own = [(self.at(name), value, self.path) for name, value in self.mapping.items() if name not in self._used]
+        return own + [each for child in self._children for each in child.unused()]
 
-    def _meant(self, name):
-        near = difflib.get_close_matches(name, map(str, self._used), n=1, cutoff=0.85)
-        return f" (or {near[0]}?)" if near else ""
+
+def warnings_of(unused):
+    """One warning for each of the `unused` that is nearly a key of its section, and one for all others."""
+    others = []
+    for path, value, section in unused:
+        if keys.nearest(path.rpartition(".")[2], section):
+            yield str(keys.unknown(path, value, section))
+        else:
+            others.append(path)
+    if others:
+        yield one_line(f"without effect in this trainer: {', '.join(others)}")
 
 
 def integer(minimum):
     def convert(value):
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"must be an integer >= {minimum}")
-        if value >= 2**63:
+        if value >= INTEGERS_BELOW:
             raise ValueError("must be below 2^63")
         return value
 
@@ -80,7 +87,7 @@ def number(minimum, below=float("inf")):
         try:
             # yaml reads 1e-4 (no dot) as text: taken as the number it means, as MindSpeed-MM does
             result = float("nan" if isinstance(value, bool) else value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             result = float("nan")
         if not minimum <= result < below:
             raise ValueError(f"must be a number >= {minimum:g}" + (f" and < {below:g}" if below < float("inf") else ""))
@@ -120,32 +127,16 @@ def names(value):
     return tuple(value)
 
 
-def read_yaml(path):
-    """The mapping in the file at `path`. Raises ConfigError."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a yaml file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid yaml: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError.about(path, content, "must be a mapping", "start from examples/qwen3_5_35b/tiny.yaml")
-    return content
-
-
 def override(content, argument):
     """Set one `key.path=value` in the mapping `content`; the value is read as yaml. Raises ConfigError."""
     name, equals, value = argument.partition("=")
     *parents, last = name.split(".")
-    if not (last and equals):
-        raise ConfigError(f"{argument}: must read key.path=value; for example training.train_iters=5")
+    if not (equals and all((*parents, last))):
+        raise ConfigError(f"{shortened(argument)}: must read key.path=value; for example training.train_iters=5")
     for parent in parents:
-        if content.get(parent) is None:
-            content[parent] = {}
-        content = content[parent]
-        if not isinstance(content, dict):
-            raise ConfigError.about(argument, content, f"`{parent}` is no mapping in the yaml", "correct the path")
-    try:
-        content[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"{argument}: the value is not valid yaml; quote it") from None
+        inner = {} if content.get(parent) is None else content[parent]
+        if not isinstance(inner, dict):
+            raise ConfigError.about(argument, inner, f"`{parent}` is no mapping in the yaml", "correct the path")
+        # a copy: an alias elsewhere in the yaml may name the same mapping
+        content[parent] = content = dict(inner)
+    content[last] = yaml_text.load(value, shortened(argument)).data

@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import os
 import signal
 import sys
 
 import mindspeed_chunk
+from mindspeed_chunk.command import run
 from mindspeed_chunk.tools.parser import Parser
 
 COMMANDS = {
@@ -19,6 +19,13 @@ COMMANDS = {
 
 
 def main() -> int:
+    try:
+        return run(_main)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _main() -> int:
     listing = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
     parser = Parser(
         prog="mindspeed-chunk",
@@ -34,15 +41,7 @@ def main() -> int:
     # imported when it is asked for: the benchmark needs torch
     module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]
-    try:
-        code = module.main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return code
+    return module.main()
 
 
 if __name__ == "__main__":

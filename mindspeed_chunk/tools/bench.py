@@ -20,19 +20,22 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mindspeed_chunk.command import run, variable
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
 from mindspeed_chunk.tools.bench_cases import Case, CaseError
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
-from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.tools.output import console
+from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 
 _WARM_UP = 2  # rounds
+_MOST_REPEATS = 100_000
 _OVERHEAD_CASES = "rolling:1,rolling:4"
 _OVERHEAD_SIZES = {"tokens": 16, "hidden": 16, "intermediate": 16, "top_k": 2}
 _OVERHEAD_CALLS = 20  # a repeat
@@ -43,7 +46,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     if options.overhead:
         vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
         options.cases = options.cases or _OVERHEAD_CASES
@@ -85,8 +88,10 @@ def _parser() -> Parser:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    if options.repeats < 3:
-        return "--repeats: at least 3, or there are no quartiles"
+    try:
+        check_range(options, {"repeats": (3, _MOST_REPEATS)})  # fewer have no quartiles
+    except ConfigError as error:
+        return str(error)
     if options.hidden_share and not options.link:
         return "--hidden-share: needs --link"
     if options.overhead and options.png:
@@ -187,16 +192,16 @@ def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:
 @contextmanager
 def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
     """A function to call after each step; it moves a bar on rank 0 where that writes to a terminal."""
-    console = Console(stderr=True)
-    if dist.get_rank() != 0 or not console.is_terminal:
+    screen = console(stderr=True)
+    if dist.get_rank() != 0 or not screen.is_terminal:
         yield lambda: None
         return
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:2], MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(what, total=steps)
         advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
         yield advance
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -37,6 +37,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "ahead0": {"chunk_moe_lookahead": 0},
     "ahead2": {"chunk_moe_lookahead": 2},
 }
+_MOST_CHUNKS = 1024
 _ALL_CHUNKS = (1, 2, 4, 8)
 _SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:rows")
 
@@ -84,13 +85,14 @@ def parse(name: str) -> Parsed | None:
     if name in ("alltoall", WHOLE, *bench_host.CASES):
         return None
     schedule, chunks, mode = [*name.split(":"), KEEPS[0]][:3] if name.count(":") in (1, 2) else ("", "", "")
-    if schedule not in SCHEDULES or not chunks.isdecimal() or int(chunks) < 1:
+    number = int(chunks) if chunks.isdecimal() and len(chunks) < 10 else 0
+    if schedule not in SCHEDULES or not 1 <= number <= _MOST_CHUNKS:
         raise CaseError(
-            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks and maybe a value of "
-            f"chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
+            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe a "
+            f"value of chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
             f"{', '.join(bench_host.CASES)}, all"
         )
-    parsed = Parsed(schedule, int(chunks), mode)
+    parsed = Parsed(schedule, number, mode)
     try:
         _config(parsed)
     except ConfigError as error:

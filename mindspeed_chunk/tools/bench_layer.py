@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.tools.bench_cases import Case, build
 from mindspeed_chunk.tools.measure import LiveBytes
+from mindspeed_chunk.tools.parser import check_range
+from mindspeed_chunk.wording import shortened
 
 # relative to the largest value: sums in another order
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 5e-2}
@@ -27,6 +31,16 @@ _RESULTS = ("the output", *(f"the gradient of {name}" for name in ("x", "the rou
 _SHARED = ("the gradient of the shared expert's first weight", "that of its second")
 _POPULARITY_SEED = 1
 _MEMORY_PASSES = 3
+_MOST_EXPONENT = 10
+_LIMITS = {
+    "ranks": (2, 64),
+    "tokens": (1, 2**20),
+    "hidden": (1, 2**16),
+    "intermediate": (1, 2**16),
+    "experts": (1, 2**12),
+    "top_k": (1, 2**12),
+    "shared_expert": (0, 2**16),
+}
 _SETTLE_S = 0.01
 
 
@@ -78,22 +92,33 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
 
 def problem_of(options: argparse.Namespace) -> str | None:
     """What is wrong with the layer's options, in one line, or None. A recorded routing sets its tokens and top-k."""
-    if options.ranks < 2:
-        return "--ranks: must be at least 2, or there is nothing to send"
-    if options.shared_expert < 0:
-        return "--shared-expert: must be at least 0"
-    for name in ("tokens", "hidden", "intermediate", "experts", "top_k"):
-        if getattr(options, name) < 1:
-            return f"--{name.replace('_', '-')}: must be at least 1"
+    try:
+        check_range(options, _LIMITS)
+    except ConfigError as error:
+        return str(error)
     if options.experts % options.ranks:
         return f"--experts {options.experts}: must be a multiple of --ranks {options.ranks}"
     if options.top_k > options.experts:
         return f"--top-k {options.top_k}: there are {options.experts} experts"
+    needed, there = _least_bytes(options), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        return (
+            f"--tokens, --hidden, --intermediate, --experts: the ranks take {needed / 1e9:.0f} GB or more, and this "
+            f"machine has {there / 1e9:.0f} GB; make them smaller"
+        )
     try:
         options.tokens, options.top_k = routing(options, 0, options.ranks).shape
     except ValueError as error:
         return f"--routing: {error}"
     return None
+
+
+def _least_bytes(options: argparse.Namespace) -> int:
+    """Of all ranks: the experts' weights and their gradients, the rows of a call, and the chances of the routing."""
+    size = torch.empty((), dtype=getattr(torch, options.dtype)).element_size()
+    weights = 2 * 3 * options.experts * options.hidden * options.intermediate * size
+    rows = options.tokens * options.top_k * (2 * options.hidden + 3 * options.intermediate) * size
+    return weights + options.ranks * (rows + 8 * options.tokens * options.experts)
 
 
 def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
@@ -109,8 +134,8 @@ def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
         power = 0.0 if kind == "balanced" else float(exponent or 1)
     except ValueError:
         power = math.nan
-    if not math.isfinite(power):
-        raise ValueError(f"{options.routing!r}: the exponent must be a number")
+    if not 0 <= power <= _MOST_EXPONENT:
+        raise ValueError(f"{options.routing!r}: the exponent must be a number from 0 to {_MOST_EXPONENT}")
     place_E = torch.randperm(options.experts, generator=torch.Generator().manual_seed(_POPULARITY_SEED))
     chance_E = (1.0 + place_E.double()) ** -power
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -119,12 +144,14 @@ def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
 
 def _recorded(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
     path = Path(options.routing)
-    if not path.is_file():
+    if not os.path.isfile(path):  # not Path's, which raises for a name that is too long
         raise ValueError(f"{options.routing!r}: must be balanced, zipf, zipf:EXPONENT or a file")
     try:
         index = torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} was not written by torch.save: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{path} was not written by torch.save: {shortened(str(error).partition(chr(10))[0])}"
+        ) from None
     if not isinstance(index, torch.Tensor) or index.is_floating_point() or index.dim() not in (2, 3):
         raise ValueError(f"{path} must hold one tensor of integers, [tokens, k] or [ranks, tokens, k]")
     if index.dim() == 2:

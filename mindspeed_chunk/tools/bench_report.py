@@ -12,17 +12,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import mindspeed_chunk
+from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
+from mindspeed_chunk.tools.output import console, drawable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 UNLIMITED = "not limited"
 # places of the overhead's measurement
@@ -70,22 +74,22 @@ class Measured:
 
 def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Print the tables, and write what files the options ask for."""
-    console = wide_console()
+    screen = wide_console()
     for link in dict.fromkeys(each.link for each in measured):
         here = [each for each in measured if each.link == link]
-        console.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
+        screen.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
     if options.hidden_share:
-        console.print(_hidden_table(options, measured))
+        screen.print(_hidden_table(options, measured))
     if options.json:
-        Path(options.json).write_text(json.dumps(record(options, measured), indent=1) + "\n", encoding="utf-8")
+        files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
     if options.png:
         draw(options, measured)
 
 
 def wide_console() -> Console:
     """The terminal, or a file or pipe with lines long enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    here = console()
+    return here if here.is_terminal else console(width=_WIDTH)
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:
@@ -217,7 +221,9 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         style: dict[str, Any] = {"color": f"{0.15 * number}", "linestyle": ("--", "-.")[number % 2]}
         times.axhline(1e3 * base.median, label=base.case, **style)
         memory.axhline(base.memory()[1], **style)
-    times.set(ylabel="ms a layer call", title=f"time: median and quartiles, link {measured[0].link}", ylim=(0, None))
+    times.set(
+        ylabel="ms a layer call", title=drawable(f"time: median and quartiles, link {measured[0].link}"), ylim=(0, None)
+    )
     memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
     ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
     for axes in (times, memory):
@@ -226,7 +232,7 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         axes.set_xlabel("chunks")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
-    figure.savefig(options.png, dpi=120)
+    files.write_figure(Path(options.png), figure, "--png")
     pyplot.close(figure)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mindspeed_chunk
 from mindspeed_chunk.tools import environment, host_probe
+from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser
 
 _TIMEOUT = 600  # seconds; a host on a network drive imports slowly
@@ -209,38 +210,37 @@ def _why_not_loaded(autoload: dict, variables: dict[str, str | None]) -> str:
 
 
 def show(report: dict) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, READY
 
     # a narrow pipe would cut every path in pieces
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    screen = console(width=None if sys.stdout.isatty() else 120, highlight=False)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in _facts(report):
-        facts.add_row(f"[bold]{name}[/bold]", escape(text))
-    console.print(facts)
+        facts.add_row(Text(name, "bold"), text)
+    screen.print(facts)
     colours = {APPLIED: "green", READY: "green", DRIFTED: "red", host_probe.UNKNOWN: "red"}
     if report["patches"]:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for heading in ("patch", "state", "detail"):
             table.add_column(heading)
         for patch in report["patches"]:
-            colour = colours.get(patch["state"], "default")
-            table.add_row(escape(patch["name"]), f"[{colour}]{patch['state']}[/]", escape(patch["detail"]))
-        console.print()
-        console.print(table)
-    console.print()
+            state = Text(patch["state"], colours.get(patch["state"], ""))
+            table.add_row(patch["name"], state, patch["detail"])
+        screen.print()
+        screen.print(table)
+    screen.print()
     for note in report["notes"]:
-        console.print(f"note: {escape(note)}")
+        screen.print(f"note: {note}")
     if report["ok"]:
         by_launcher = report["chunkmoe"]["runs"] == "ours" and not report["autoload"]["on"]
-        console.print(f"[green]chunkmoe can run here{', by mindspeed_chunk.launch only' * by_launcher}[/green]")
+        screen.print(f"chunkmoe can run here{', by mindspeed_chunk.launch only' * by_launcher}", style="green")
     else:
-        console.print("[red]chunkmoe could not run here:[/red]")
+        screen.print("chunkmoe could not run here:", style="red")
         for reason in report["reasons"]:
-            console.print(f"  {escape(reason)}")
+            screen.print(f"  {reason}")
 
 
 def _facts(report: dict) -> list[tuple[str, str]]:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from mindspeed_chunk import lint
+from mindspeed_chunk import files, lint
+from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint import report, rules_batch
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import Subject
 from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.wording import shown
 
+_MOST = 10**6  # ranks, devices
 _BESIDE = ""  # --fix without a name
 UNREADABLE = 2
 
@@ -59,8 +63,8 @@ def _options() -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer >= 1")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be an integer >= 1 and <= {_MOST}")
     return int(text)
 
 
@@ -86,17 +90,16 @@ def _fix(options: argparse.Namespace, document: Document, found: list) -> str | 
     """Write the corrected copy. Returns its path; None where there is nothing to correct."""
     given = Path(options.config)
     path = Path(options.fix) if options.fix != _BESIDE else given.with_name(f"{given.stem}.fixed{given.suffix}")
+    if os.path.abspath(path) != os.path.abspath(given) and _same(path, given):
+        rule = f"is {given} by a link, and that file is written only by its own name"
+        raise ConfigError.about("--fix", str(path), rule, "give another file")
     made = report.fixed(document, found)
     difference = report.difference(document, made, str(path))
     if not difference:
         if not options.json:
             print(f"{options.config}: nothing that --fix corrects; no file written")
         return None
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            file.write(made.text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give another file") from None
+    files.write(path, made.text, "--fix")
     if not options.json:
         print(difference, end="")
         left = lint.check(made, options.world, options.devices_per_node)
@@ -104,5 +107,12 @@ def _fix(options: argparse.Namespace, document: Document, found: list) -> str | 
     return str(path)
 
 
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # not there, or no name of a file
+        return False
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

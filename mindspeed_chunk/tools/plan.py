@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from mindspeed_chunk import files
+from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.planner.device import DEVICES, load_device
 from mindspeed_chunk.planner.model import BUILT_IN, load_model
@@ -23,10 +22,22 @@ from mindspeed_chunk.planner.page import page
 from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job, check_job
-from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.tools.output import console
+from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.plan_tables import print_report
 
 _SAMPLES_PER_RANK = 4
+_MOST_DEVICES = 16384
+_MOST = 10**8  # tokens, samples
+_LIMITS = {
+    "nodes": (1, _MOST_DEVICES),
+    "devices_per_node": (1, _MOST_DEVICES),
+    "sequence": (1, _MOST),
+    "global_batch": (1, _MOST),
+    "imbalance": (1, _MOST_DEVICES),
+    "chunk_loss": (0, _MOST),
+    "reserve": (0, 0.99),
+}
 
 
 def main() -> int:
@@ -36,14 +47,14 @@ def main() -> int:
         job = _job(options)
         report = make_report(job)
         if options.html:
-            _write(options.html, page(report))
+            files.write(Path(options.html), page(report), "--html")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report))
     else:
-        print_report(report, Console(), everything=options.all)
+        print_report(report, console(), everything=options.all)
     return 0 if report["recommendation"]["fits"] else 1
 
 
@@ -78,21 +89,15 @@ def _parser() -> Parser:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    for name, least in (("nodes", 1), ("devices_per_node", 1), ("sequence", 1), ("chunk_loss", 0)):
-        _check(name, getattr(options, name), getattr(options, name) >= least, f"must be at least {least}")
-    _check(
-        "imbalance",
-        options.imbalance,
-        1 <= options.imbalance < math.inf,
-        "must be at least 1: the busiest over the mean",
-    )
-    _check("reserve", options.reserve, 0 <= options.reserve < 1, "must be at least 0 and below 1")
+    check_range(options, _LIMITS)
+    if (devices := options.nodes * options.devices_per_node) > _MOST_DEVICES:
+        rule = f"{devices} devices, at most {_MOST_DEVICES} can be planned for"
+        raise ConfigError.about("--nodes", options.nodes, rule, "plan for a part of them")
     if options.precision not in RECIPES:
         raise ConfigError.about("--precision", options.precision, f"must be one of {', '.join(RECIPES)}", "choose one")
     batch = options.global_batch
     if batch is None:
-        batch = _SAMPLES_PER_RANK * options.nodes * options.devices_per_node
-    _check("global_batch", batch, batch >= 1, "must be at least 1")
+        batch = _SAMPLES_PER_RANK * devices
     job = Job(
         model=load_model(options.model),
         device=load_device(options.device),
@@ -110,17 +115,5 @@ def _job(options: argparse.Namespace) -> Job:
     return job
 
 
-def _check(name: str, value: float, good: bool, rule: str) -> None:
-    if not good:
-        raise ConfigError.about(f"--{name.replace('_', '-')}", value, rule, "correct it")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError.about("--html", path, error.strerror or "cannot be written", "give another file") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed_chunk.planner.numbers import billions, fixed
+
 GB = 1e9
 
 
@@ -31,13 +33,13 @@ def print_report(report: dict[str, Any], console: Console, *, everything: bool) 
             console.print(make(report[key]))
     if report["yaml"]:
         console.print("\nfor the yaml of MindSpeed-MM:\n", highlight=False)
-        console.print(report["yaml"], highlight=False, soft_wrap=True, markup=False)
+        console.print(report["yaml"], highlight=False, soft_wrap=True)
 
 
 def _print_job(job: dict[str, Any], console: Console) -> None:
     console.print(
-        f"{job['model']}: {job['parameters'] / 1e9:.1f}e9 parameters, {job['active_parameters'] / 1e9:.1f}e9 a token; "
-        f"{job['nodes']} x {job['devices_per_node']} {job['device']} of {job['memory'] / GB:.0f} GB; "
+        f"{job['model']}: {billions(job['parameters'])} parameters, {billions(job['active_parameters'])} a token; "
+        f"{job['nodes']} x {job['devices_per_node']} {job['device']} of {fixed(job['memory'] / GB, 0)} GB; "
         f"{job['global_batch']} samples of {job['sequence']} tokens a step, {job['recipe']}",
         highlight=False,
     )
@@ -62,7 +64,7 @@ def _settings(names: list[str], settings: list[dict[str, Any]]) -> Table:
     table = _table("settings", ("", "setting", "GB", "host GB", "step s"), wrapped=["setting"])
     for name, each in zip(names, settings):
         table.add_row(
-            name, each["title"], f"{each['peak'] / GB:.1f}", f"{each['host'] / GB:.1f}", f"{each['step']:.3f}"
+            name, each["title"], fixed(each["peak"] / GB, 1), fixed(each["host"] / GB, 1), fixed(each["step"], 3)
         )
     return table
 
@@ -77,7 +79,7 @@ def _layouts(found: list[dict[str, Any]]) -> Table:
             table.add_row(layout, each["role"], each["problem"], "", "", "")
             continue
         across = " ".join(kind for kind, inside in each["inside_node"].items() if not inside)
-        table.add_row(layout, each["role"], each["brief"], f"{each['peak'] / GB:.1f}", f"{each['step']:.3f}", across)
+        table.add_row(layout, each["role"], each["brief"], fixed(each["peak"] / GB, 1), fixed(each["step"], 3), across)
     return table
 
 
@@ -86,7 +88,7 @@ def _traffic(found: list[dict[str, Any]]) -> Table:
     table = _table("traffic of a rank in a step", columns)
     for each in found:
         for sent in each.get("traffic", ()):
-            sizes = (str(sent["ranks"]), str(sent["calls"]), f"{sent['nbytes'] / GB:.2f}", f"{sent['seconds']:.3f}")
+            sizes = (str(sent["ranks"]), str(sent["calls"]), fixed(sent["nbytes"] / GB, 2), fixed(sent["seconds"], 3))
             table.add_row(each["title"].split(",")[0], sent["group"], sent["kind"], *sizes)
     return table
 
@@ -104,8 +106,8 @@ def _chunks(found: list[dict[str, Any]], everything: bool) -> Iterator[Table]:
                     str(each["num_chunks"]),
                     str(each["rows_per_expert"]),
                     str(each["resident_tokens"]),
-                    *(f"{each[key] / GB:.3f}" for key in ("sent", "kept", "peak")),
-                    *(f"{each[key] * 1e3:.2f}" for key in ("forward", "backward", "exposed")),
+                    *(fixed(each[key] / GB, 3) for key in ("sent", "kept", "peak")),
+                    *(fixed(each[key] * 1e3, 2) for key in ("forward", "backward", "exposed")),
                 )
         yield table
 
@@ -128,7 +130,7 @@ def _precision(found: list[dict[str, Any]]) -> Table:
         sizes = (str(each[key]) for key in ("weight", "master", "grad", "moments", "kept", "gathered"))
         possible = "yes" if each["possible"] else "no"
         scaling = "yes" if each["loss_scaling"] else ""
-        table.add_row(each["name"], *sizes, f"{each['rank'] / GB:.2f}", possible, scaling)
+        table.add_row(each["name"], *sizes, fixed(each["rank"] / GB, 2), possible, scaling)
     return table
 
 
@@ -139,11 +141,11 @@ def _batch(found: list[dict[str, Any]]) -> Table:
         table.add_row(
             each["name"],
             str(each["gathers"]),
-            f"{each['gathers_bytes'] / GB:.1f}",
+            fixed(each["gathers_bytes"] / GB, 1),
             str(each["reduce_scatters"]),
-            f"{each['reduce_scatters_bytes'] / GB:.1f}",
-            f"{each['peak'] / GB:.1f}",
-            f"{each['step']:.3f}",
+            fixed(each["reduce_scatters_bytes"] / GB, 1),
+            fixed(each["peak"] / GB, 1),
+            fixed(each["step"], 3),
         )
     return table
 
@@ -151,7 +153,7 @@ def _batch(found: list[dict[str, Any]]) -> Table:
 def _activations(found: list[dict[str, Any]]) -> Table:
     table = _table("activations", ("policy", "kept GB", "at work GB", "host GB", "forward work again"))
     for each in found:
-        sizes = (f"{each[key] / GB:.2f}" for key in ("kept", "working", "host"))
+        sizes = (fixed(each[key] / GB, 2) for key in ("kept", "working", "host"))
         table.add_row(each["policy"], *sizes, f"{each['again']:.0%}")
     return table
 
@@ -163,5 +165,7 @@ def _sequence(found: list[dict[str, Any]]) -> Table:
         calls = sum(sent["calls"] for sent in each["traffic"])
         nbytes = sum(sent["nbytes"] for sent in each["traffic"])
         limit = each["problem"] or ""
-        table.add_row(each["context"], str(each["ranks"]), str(each["tokens"]), str(calls), f"{nbytes / GB:.2f}", limit)
+        table.add_row(
+            each["context"], str(each["ranks"]), str(each["tokens"]), str(calls), fixed(nbytes / GB, 2), limit
+        )
     return table

@@ -21,17 +21,20 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from mindspeed_chunk import files
+from mindspeed_chunk.command import run, variable
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools import trace_files
 from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import wide_console
 from mindspeed_chunk.tools.link import LinkError
-from mindspeed_chunk.tools.parser import Parser
+from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
 from mindspeed_chunk.tools.trace_record import Record, summarise
 
-_WARM_UP = 2
+_WARM_UP, _MOST_CALLS = 2, 1000
 
 
 def main() -> int:
@@ -39,7 +42,7 @@ def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
-        options.ranks = int(os.environ["WORLD_SIZE"])
+        options.ranks = variable("WORLD_SIZE", 1)
     problem = problem_of(options) or _problem(options)
     if problem:
         parser.error(problem)
@@ -64,14 +67,15 @@ def _problem(options: argparse.Namespace) -> str | None:
     try:
         if parse(options.case) is None:
             return f"--case {options.case}: it has no schedule to show; use schedule:N[:mode], such as rolling:4"
+        check_range(options, {"calls": (1, _MOST_CALLS)})
     except CaseError as error:
         return f"--{error}"
-    if options.calls < 1:
-        return "--calls: must be at least 1"
-    if options.out.endswith("/") or Path(options.out).is_dir():
+    except ConfigError as error:
+        return str(error)
+    if options.out.endswith("/") or os.path.isdir(options.out):
         return f"--out {options.out}: is a folder; add the beginning of the files' names"
-    folder = Path(options.out).parent
-    return None if folder.is_dir() else f"--out {options.out}: there is no folder {folder}"
+    folder = os.path.dirname(options.out) or "."
+    return None if os.path.isdir(folder) else f"--out {options.out}: there is no folder {folder}"
 
 
 def _rank_main(options: argparse.Namespace) -> int:
@@ -136,11 +140,11 @@ def _write(options: argparse.Namespace, records: list[Record]) -> None:
     title = f"{options.case}, {options.ranks} ranks, link {options.link or 'not limited'}, routing {options.routing}"
     sizes = f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, top {options.top_k}"
     written = [f"{options.out}.html", f"{options.out}.json"]
-    Path(written[0]).write_text(trace_files.page(f"One MoE layer: {title}", sizes, records), encoding="utf-8")
-    Path(written[1]).write_text(json.dumps(trace_files.chrome(records)) + "\n", encoding="utf-8")
+    files.write(Path(written[0]), trace_files.page(f"One MoE layer: {title}", sizes, records), "--out")
+    files.write(Path(written[1]), json.dumps(trace_files.chrome(records)) + "\n", "--out")
     console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk\\[tools]'")
+        console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     else:
         written.append(f"{options.out}.png")
         trace_files.draw(title, records[0], written[-1])
@@ -163,4 +167,4 @@ def _table(title: str, records: list[Record]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import html
+from pathlib import Path
 from typing import NamedTuple
 
+from mindspeed_chunk import files
+from mindspeed_chunk.tools.output import drawable
 from mindspeed_chunk.tools.trace_record import (
     COMPUTE,
     WAIT,
@@ -221,7 +224,7 @@ def draw(title: str, record: Record, path: str) -> None:
         f"hidden {each.hidden_share:.0%}, simulated {1e3 * each.simulated:.1f} ms"
         for each in summarise(record)
     )
-    axes.set(xlabel="ms", xlim=(0, 1e3 * (end - begin)), title=f"{title}, rank {record.rank}\n{told}")
+    axes.set(xlabel="ms", xlim=(0, 1e3 * (end - begin)), title=f"{drawable(title)}, rank {record.rank}\n{told}")
     axes.title.set_fontsize(10)
-    figure.savefig(path, dpi=120)
+    files.write_figure(Path(path), figure, "--out")
     pyplot.close(figure)

@@ -7,7 +7,11 @@ on as they are, as strictly as `ChunkMoEConfig` does.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import difflib
+import functools
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 
 Convert = Callable[[object], object]
+_DIGITS = re.compile(r"[+-]?\d{1,18}")
 _TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 
 
@@ -23,7 +28,7 @@ def anything(value: object) -> object:
 
 
 def integer(value: object) -> int:
-    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() or isinstance(value, float) and value % 1 == 0:
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()) or isinstance(value, float) and value % 1 == 0:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
@@ -35,7 +40,9 @@ def auto_or_integer(value: object) -> object:
 
 
 def flag(value: object) -> bool:
-    word = str(int(value) if value in (0.0, 1.0) else value).lower()
+    # of a list or a mapping no text is made: aliases can make it larger than any memory
+    plain = value if isinstance(value, str | int | float) else ""
+    word = str(int(plain) if plain in (0.0, 1.0) else plain).lower()
     if word not in _TRUE + _FALSE:
         raise ValueError("must be a boolean")
     return word in _TRUE
@@ -183,6 +190,7 @@ SECTIONS: dict[str, Any] = {
         **_also("validate_interval clip_norm_type max_epochs resume scheduler scheduler_conf"),  # in stock yamls
     },
     "tools": anything,
+    "standalone": {"metrics_path": anything},
 }
 
 # Where each key of the two features belongs.
@@ -200,10 +208,13 @@ SPELT = (
     "", "parallel", "parallel.fsdp_plan", "parallel.ep_plan", "parallel.recompute_plan", "features",
     "features.chunkmbs_plan", "features.recompute_plan", "features.activation_offload_plan", "features.loss_cfg",
     "model.activation_offload_plan", "data", "data.dataset_param.basic_parameters", "data.dataloader_param",
-    "training", "training.quantization_plan", "training.lora",
+    "training", "training.quantization_plan", "training.lora", "standalone",
 )  # fmt: skip
 # Sections that models and data sets add keys of their own to: only those that rules read are held to their spelling.
 OPEN = ("model", "data.dataset_param")
+# Likeness from which one key may be meant for another: more than any two keys of one section that are both in stock
+# yamls have; of longer ones it would take too long.
+NEAR, _LONG = 0.8, 64
 
 
 def keys_of(section: str) -> dict[str, object]:
@@ -217,6 +228,41 @@ def keys_of(section: str) -> dict[str, object]:
 def spelt(section: str) -> list[str]:
     """The keys that another one of the section may be meant for."""
     return [key for key, convert in keys_of(section).items() if section not in OPEN or convert is not anything]
+
+
+def nearest(key: str, section: str) -> list[str]:
+    """The keys of the section that an unknown one may be meant for: one, or some that are equally near, or none."""
+    return [] if key in keys_of(section) else near(key, tuple(spelt(section)))
+
+
+@functools.lru_cache(maxsize=4096)
+def near(word: str, known: tuple[str, ...]) -> list[str]:
+    """The known words that may be meant: as of `nearest`."""
+    found = {each: _likeness(word, each) for each in known} if len(word) <= _LONG else {}
+    best = max(found.values(), default=0.0)
+    return [each for each, likeness in found.items() if likeness == best >= NEAR]
+
+
+def _likeness(word: str, known: str) -> float:
+    """difflib's ratio of the keys, or of their words in the order of the alphabet: the order is easily forgotten."""
+    both = len(word) + len(known)
+    # bounds on either: by the lengths, and by the letters that both have
+    if 2 * min(len(word), len(known)) < NEAR * both or 2 * (_letters(word) & _letters(known)).total() < NEAR * both:
+        return 0.0
+    turned, meant = ("_".join(sorted(each.split("_"))) for each in (word, known))
+    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ((known, word), (meant, turned)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _letters(word: str) -> collections.Counter[str]:
+    return collections.Counter(word)
+
+
+def unknown(path: str, value: object, section: str, otherwise: str = "correct or remove it") -> ConfigError:
+    """The error about a key at the path that the section has not; `otherwise` is the way out where none is near."""
+    meant = nearest(path.rpartition(".")[2], section)
+    way_out = f"the nearest {'ones are' if meant[1:] else 'one is'} {', '.join(meant)}" if meant else otherwise
+    return ConfigError.about(path, value, "unknown key", way_out)
 
 
 def read(data: object, keys: dict = SECTIONS, path: str = "") -> dict:

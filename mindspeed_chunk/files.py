@@ -1,0 +1,79 @@
+"""Writing a user's file so that nothing is lost: it has its old content or its new one, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_chunk.config import ConfigError
+
+
+def write(path: Path, content: str | bytes, argument: str) -> None:
+    """Make `content` what the file at `path` holds; text is written as UTF-8, line ends as they are.
+
+    It is written beside the file, synced, and renamed, so the file's mode stays, its owner where that is allowed, and
+    other hard links of it keep the old content. A symbolic link stays, and the file that it names is replaced. What is
+    no file, such as /dev/stdout, is written to.
+
+    Raises ConfigError about the `argument`; the file is as it was then.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.write(data)
+        else:
+            with _beside(target) as (temporary, descriptor):
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
+            _sync_folder(target.parent)
+    except (OSError, ValueError) as error:  # a name may have characters that no file has
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError.about(argument, str(path), f"cannot be written: {reason}", "give another file") from None
+
+
+def write_figure(path: Path, figure: Any, argument: str) -> None:
+    """A figure of matplotlib's, in the format that the path's ending names, as `write` does."""
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=120, format=path.suffix.removeprefix(".") or "png")
+    except ValueError as error:
+        raise ConfigError.about(argument, str(path), str(error), "give a name that ends in .png") from None
+    write(path, drawn.getvalue(), argument)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[tuple[Path, int]]:
+    """A new file with the rights of the target, open, which is gone afterwards if it has not been renamed."""
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(0, "it is read-only")
+    temporary = target.parent / f".{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            old = target.stat()
+            with contextlib.suppress(PermissionError):  # only root may give a file away
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+        yield temporary, descriptor
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems do not sync folders, and the file is in place
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
