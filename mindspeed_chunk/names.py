@@ -63,8 +63,8 @@ class Pattern:
         """Names that it matches, enough to tell which of them the others match.
 
         Of a range: its ends, and what lies next to a number in the text of another pattern, or to a number of one digit
-        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError behind
-        the first `MAX_EXAMPLES`.
+        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError in
+        place of more than `MAX_EXAMPLES`.
         """
         told = {int(number) for other in others for number in _DIGITS.findall(other.text)}
         if any("?" in other.text for other in others):
