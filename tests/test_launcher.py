@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,7 @@ import torch
 import launched
 import launcher
 from launcher import RanksFailed, run_ranks
-from zygote import Zygote, alive
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+from zygote import Zygote, alive, children_of
 
 
 def wait_for(condition, seconds=60):

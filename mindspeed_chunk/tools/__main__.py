@@ -31,11 +31,10 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.command is None:
         parser.error(f"give a command: {', '.join(COMMANDS)}")
-    # imported when it is asked for: the benchmark needs torch
-    module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]
     try:
-        code = module.main()
+        # imported when it is asked for: the benchmark needs torch
+        code = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}").main()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush

@@ -30,7 +30,7 @@ from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_opt
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
 from mindspeed_chunk.tools.parser import Parser
-from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
+from mindspeed_chunk.tools.ranks import is_rank, launch
 
 _WARM_UP = 2  # rounds
 _OVERHEAD_CASES = "rolling:1,rolling:4"
@@ -39,7 +39,6 @@ _OVERHEAD_CALLS = 20  # a repeat
 
 
 def main() -> int:
-    end_with_launcher()
     parser = _parser()
     options = parser.parse_args()
     if is_rank():
