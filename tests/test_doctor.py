@@ -12,6 +12,7 @@ import pytest
 import host_lookalike
 import mindspeed_chunk
 from json_records import assert_record
+from launcher import HANG_S
 from mindspeed_chunk.patches import config_name, cpu_device, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
@@ -62,7 +63,7 @@ def run(*arguments, cwd=None, path=(), **variables):
     packages = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "mindspeed_chunk.tools", *arguments]
     variables = {"PYTHONPATH": os.pathsep.join(packages), **{name: str(value) for name, value in variables.items()}}
-    return subprocess.run(command, env={**kept, **variables}, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env={**kept, **variables}, cwd=cwd, capture_output=True, text=True, timeout=HANG_S)
 
 
 def diagnose(**keywords):

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from launcher import HANG_S
 from real_host import EXAMPLE, HOMES, RECORD, RealHost, environment, trainer_file, write_config
 
 missing = [name for name in HOMES if not os.environ.get(name)]
@@ -228,7 +229,7 @@ def test_the_files_for_the_35b_are_read(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert [line for line in done.stdout.splitlines() if line.startswith("read ")] == [f"read {file}" for file in files]
@@ -244,7 +245,7 @@ def test_torchrun_as_a_user_starts_it(host, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     log = done.stdout + done.stderr
@@ -269,7 +270,7 @@ def test_a_users_error_is_one_line(tmp_path, overrides, line):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr

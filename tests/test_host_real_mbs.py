@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from launcher import HANG_S
 from real_host import EXAMPLE, RealHost, environment, trainer_file, write_config
 from test_host_real import ALLTOALL, BF16, CHUNK_MBS, N2, OFFLOAD, PLAN, missing, show
 
@@ -182,7 +183,7 @@ def read(paths, folder, WORLD_SIZE="2"):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [line.removeprefix("told ") for line in done.stdout.splitlines() if line.startswith("told ")]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from alive import growth
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from layer import Case, Layer, distance
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
@@ -144,4 +144,4 @@ def test_import_touches_no_device_and_no_process_group():
         "if child == 0: torch.ones(3).sum(); os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

@@ -10,19 +10,18 @@ from launcher import run_ranks
 pytest.importorskip("pydantic")
 
 TOLERANCE = 1e-12  # fp64; relative to the largest value
-TIMEOUT_S = 240
 
 
 @functools.cache
 def survey(flavour, balanced=False):
     """What both ranks told; one launch a flavour, shared by the tests."""
     environment = {"MM_FORCE_EP_BALANCE": "1" if balanced else None}
-    return run_ranks(ranks.survey, 2, flavour, timeout=TIMEOUT_S, env=environment)
+    return run_ranks(ranks.survey, 2, flavour, env=environment)
 
 
 @functools.cache
 def master_faults():
-    return run_ranks(faults.master_faults, 2, timeout=TIMEOUT_S)
+    return run_ranks(faults.master_faults, 2)
 
 
 def worst(errors):
@@ -112,7 +111,7 @@ def test_forced_balance_is_honoured():
 @pytest.mark.parametrize("host_chosen", [False, True], ids=["ours", "host's"])
 def test_newest_host_has_a_chunkmoe_of_its_own_and_one_switch_chooses(host_chosen):
     environment = {"MINDSPEED_CHUNK_DISPATCHER": "host" if host_chosen else None}
-    for told in run_ranks(faults.native, 2, timeout=TIMEOUT_S, env=environment):
+    for told in run_ranks(faults.native, 2, env=environment):
         generic, (ran, events, error) = told["generic"], told["qwen3_5_moe"]
         assert generic[0] == ran == (["native chunkmoe"] if host_chosen else [])
         assert told["untouched"] is host_chosen
@@ -144,14 +143,14 @@ def test_a_step_after_one_that_raised_meets_no_stale_state():
 
 
 def test_a_rank_that_raises_in_a_chunk_is_told_first_and_nothing_hangs():
-    first, second = run_ranks(faults.one_raises, 2, timeout=TIMEOUT_S, expect_failure=True)
+    first, second = run_ranks(faults.one_raises, 2, expect_failure=True)
     assert second.state == "raised" and "the activation of rank 1 gives up" in second.error
     assert first.state == "raised" and first.failed_at > second.failed_at
 
 
 def test_routing_that_changes_on_recompute_is_replayed_and_told():
     """Another expert of the other rank, or two tokens that swap theirs: neither hangs, neither goes unnoticed."""
-    for none, other, swapped in run_ranks(faults.other_routing_on_recompute, 2, timeout=TIMEOUT_S):
+    for none, other, swapped in run_ranks(faults.other_routing_on_recompute, 2):
         # one gather for the block, forward and recompute
         assert [told[1] for told in (none, other, swapped)] == [1, 1, 1]
         assert [told[2] for told in (none, other, swapped)] == [[], [{0: 3}], [{0: 6}]]

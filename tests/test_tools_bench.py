@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from json_records import assert_record
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from mindspeed_chunk import dist as wire
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.observe import emit, observe
@@ -30,7 +30,7 @@ def layer_options(*words):
 
 def bench(*words):
     command = [sys.executable, "-m", "mindspeed_chunk.tools", "bench", *SIZES, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 def bytes_to_others(layer, case):
