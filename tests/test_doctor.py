@@ -11,6 +11,7 @@ import pytest
 
 import host_lookalike
 import mindspeed_chunk
+import real_host
 from json_records import assert_record
 from launcher import HANG_S
 from mindspeed_chunk.patches import config_name, cpu_device, start_checks
@@ -368,11 +369,8 @@ def test_requirements_not_met(monkeypatch):
     assert environment.broken_requirements() == ["nothing: not installed: must be there"]
 
 
-@pytest.mark.skipif(
-    not all(name in os.environ for name in host_probe.HOMES.values()),
-    reason="needs MINDSPEED_MM_HOME and MINDSPEED_HOME",
-)
 def test_real_host():
+    real_host.need()
     homes = {name: os.environ[name] for name in host_probe.HOMES.values()}
     report = diagnose(path=homes.values(), **homes, MINDSPEED_CHUNK_DEVICE="cpu")
     assert report["ok"], report["reasons"]

@@ -4,7 +4,6 @@ Runs where MINDSPEED_HOME and MINDSPEED_MM_HOME name checkouts, in an environmen
 see the example's requirements-host.txt). `-s` shows the figures.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,11 +11,11 @@ import sys
 
 import pytest
 
+import real_host
 from launcher import HANG_S
-from real_host import EXAMPLE, HOMES, RECORD, RealHost, environment, trainer_file, write_config
+from real_host import EXAMPLE, RECORD, RealHost, environment, trainer_file, write_config
 
-missing = [name for name in HOMES if not os.environ.get(name)]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not set: no real host to test with")
+real_host.need()
 
 PLAN = "parallel.ep_plan"
 ALLTOALL = {f"{PLAN}.dispatcher": "alltoall"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import real_host
 from json_records import assert_record
 from launcher import HANG_S, run_ranks
 from mindspeed_chunk import dist as wire
@@ -222,8 +223,8 @@ def test_hidden_share_on_a_limited_link(tmp_path):
     assert f"mc{os.getpid()}" not in namespaces
 
 
-@pytest.mark.skipif(not os.environ.get(bench_host.HOME), reason=f"needs {bench_host.HOME} and MINDSPEED_HOME")
 def test_the_host_as_a_baseline(tmp_path):
+    real_host.need()
     record = tmp_path / "record.json"
     answer = bench("--cases", "rolling:2,host:alltoall,host:allgather", "--repeats", "3", "--json", str(record))
     assert answer.returncode == 0, answer.stderr
