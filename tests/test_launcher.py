@@ -8,10 +8,27 @@ import sys
 import pytest
 import torch
 
+import conftest
 import launched
 import launcher
 from launcher import HANG_S, RanksFailed, busy, run_ranks, wait_for
 from zygote import Zygote, alive, children_of
+
+
+def test_what_a_shell_has_set_does_not_reach_the_tests(monkeypatch):
+    inherited = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR LC_ALL LANG TERM NO_COLOR COLUMNS PYTHONWARNINGS PYTHONHASHSEED"
+    ours = "MINDSPEED_CHUNK_DISABLE TORCH_DEVICE_BACKEND_AUTOLOAD"
+    stay = "MINDSPEED_MM_HOME MINDSPEED_HOME MINDSPEED_CHUNK_TORCH_NPU PYTHONPATH PATH CI"
+    for name in f"{inherited} {ours} {stay}".split():
+        monkeypatch.setenv(name, "set")
+    before = os.umask(0o077)
+    try:
+        conftest.pytest_sessionstart()
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    assert os.environ["LC_ALL"] == "C.UTF-8"
+    assert {*inherited.split(), *ours.split(), *stay.split()} & {*os.environ} == {*stay.split(), "LC_ALL"}
 
 
 def test_results_come_back_in_rank_order():
@@ -57,7 +74,8 @@ def test_exit_code_and_output_of_a_fork(tmp_path):
         call = [launched.__name__, launched.tell_and_exit.__name__, [3]]
         process = launcher.zygote(0).fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
         assert process.reap() == 3
-    assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
+    # stdout, unlike stderr, may be written at the end
+    assert sorted((tmp_path / "output").read_text().splitlines()) == ["told", "told, too"]
 
 
 @pytest.mark.slow
