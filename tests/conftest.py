@@ -1,8 +1,23 @@
-"""What every test shares: one thread, so that ranks and tests do not fight for the cores; figures at a run's end."""
+"""What every test shares: surroundings that are the same wherever the tests are started; figures at a run's end."""
 
 import os
+import re
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a shell, a scheduler or torchrun may have set, and what results or their form depend on. Where Python is found
+# stays, and so do paths of checkouts and of torch_npu's wheel.
+INHERITED = re.compile(
+    r"(MINDSPEED_CHUNK|TORCH|TORCHELASTIC|LC)_(?!TORCH_NPU).*|(\w+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|NON_MEGATRON"
+    r"|LANG|LANGUAGE|COLUMNS|LINES|TERM|TTY_\w+|(NO|FORCE)_COLOR"
+    r"|PYTHON(DEVMODE|HASHSEED|IOENCODING|OPTIMIZE|SAFEPATH|UNBUFFERED|UTF8|WARNINGS)"
+)
+
+
+def pytest_sessionstart():
+    for name in list(filter(INHERITED.fullmatch, os.environ)):
+        del os.environ[name]
+    # one thread, so that ranks and tests do not fight for the cores
+    os.environ |= {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+    os.umask(0o022)
 
 
 def pytest_terminal_summary(terminalreporter):

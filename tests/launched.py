@@ -13,6 +13,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from zygote import alive
+
 
 def add(rank, world_size, value, *, scale=1):
     tensor = torch.full((3,), float(value + rank)) * scale
@@ -63,7 +65,11 @@ def raise_on(rank, world_size, culprit):
 
 
 def raise_everywhere(rank, world_size):
-    time.sleep(0.3 * (world_size - rank))
+    """The last rank first; each one when the next one has ended."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    while rank + 1 < world_size and alive(pids[rank + 1].item()):
+        time.sleep(0.02)
     raise ValueError(f"no good on {rank}")
 
 
@@ -90,6 +96,7 @@ def hang_in_collective(rank, world_size):
 
 
 def raise_while_other_sleeps(rank, world_size):
+    dist.barrier()
     if rank == 1:
         raise RuntimeError("first")
     time.sleep(10_000)

@@ -37,6 +37,8 @@ from pathlib import Path
 from zygote import Zygote, absolute_path, stop
 
 POLL_S = 0.02
+# What runs longer hangs. Nothing else is told by it: on a busy machine a start of a rank alone may take a minute.
+HANG_S = 600
 DUMP_S = 0.5
 # A rank that is killed leaves no time stamp of its own, and its neighbours' connection errors may be written before the
 # parent sees it die: its failure counts as this much earlier than seen.
@@ -84,7 +86,7 @@ def run_ranks(
     function,
     world_size,
     *args,
-    timeout=120,
+    timeout=HANG_S,
     env=None,
     expect_failure=False,
     fill_nan=True,
@@ -134,6 +136,21 @@ def run_ranks(
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailed(outcomes)
     return [outcome.result for outcome in outcomes]
+
+
+def busy():
+    """How many times longer than on a quiet machine something takes, for a time-out that is meant to run out."""
+    return max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
+def wait_for(condition):
+    """What the condition comes to, once it is true."""
+    end = time.monotonic() + HANG_S
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not so after {HANG_S} s")
+        time.sleep(POLL_S)
+    return found
 
 
 def torchrun(ranks):

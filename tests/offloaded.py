@@ -152,11 +152,6 @@ def run(modules, x, *args, passes=1):
     return [hidden.detach(), x.grad, *(p.grad for p in modules.parameters())]
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def equal(mine, theirs):
     assert len(mine) == len(theirs)
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs))

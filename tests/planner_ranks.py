@@ -22,7 +22,7 @@ from standalone_ranks import EXAMPLE, trainer
 CHUNKS = (1, 2, 4, 8)
 BOUND, NEAR = 0.05, 0.01
 A_FEW_COUNTS = 2048  # bytes: of rows and experts, which a plan may keep as a tensor beside what grows with the tokens
-PASSES = 12  # at most; gloo's threads let go of what they carried a moment after the wait, so the least one counts
+PASSES = 100  # at most; gloo's threads let go of what they carried a moment after the wait, so the least one counts
 SETTLE_S = 0.01
 MIDDLE = {"hidden_size": 384, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
 

@@ -6,6 +6,8 @@ has them: by torch's entry point, before the host is imported.
 """
 
 import dataclasses
+import functools
+import importlib.metadata
 import itertools
 import json
 import os
@@ -17,14 +19,53 @@ import time
 import traceback
 from pathlib import Path
 
-from mindspeed_chunk.tools.ranks import reserved_port
+from mindspeed_chunk.tools.ranks import end_with, reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "qwen3_5_35b"
 HOMES = ("MINDSPEED_HOME", "MINDSPEED_MM_HOME")
+REQUIREMENTS = EXAMPLE / "requirements-host.txt"
 RECORD = "REAL_HOST_RECORD"
 POLL_S = 0.02
 GRACE_S = 5.0
+
+
+@functools.cache
+def why_not():
+    """Why there is no real host to test with, in one line, or ""."""
+    unset = [name for name in HOMES if not os.environ.get(name)]
+    if unset:
+        return f"{' and '.join(unset)} not set: no real host to test with"
+    lacking = list(filter(None, map(_lack, REQUIREMENTS.read_text(encoding="utf-8").splitlines())))
+    # what works all the same is tested; what fails although nothing lacks is a failure, for a test to report
+    command = [sys.executable, "-c", "import real_host; real_host.import_host()"]
+    if lacking and subprocess.run(command, env=environment(), capture_output=True).returncode:
+        where = REQUIREMENTS.relative_to(ROOT)
+        return f"{' and '.join(HOMES)} are set, but not all of {where} is installed: {', '.join(lacking)}"
+    return ""
+
+
+def need():
+    """Skip the test, or the module of tests, that calls this where there is no real host."""
+    import pytest
+
+    if why_not():
+        pytest.skip(why_not(), allow_module_level=True)
+
+
+def _lack(line):
+    """What is wrong with the environment by one line of requirements, or ""."""
+    from packaging.requirements import Requirement
+
+    text = line.partition("#")[0].strip()
+    if not text:
+        return ""
+    requirement = Requirement(text)
+    try:
+        found = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {text}"
+    return "" if requirement.specifier.contains(found, prereleases=True) else f"{requirement.name} {found}, not {text}"
 
 
 def trainer_file():
@@ -148,18 +189,22 @@ class RealHost:
 
 def serve(log):
     """Answer requests from standard input, one line each, with the ranks' exit codes."""
+    end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
+    import_host()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
+
+
+def import_host():
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     if os.environ.get("MINDSPEED_CHUNK_DISABLE") == "1":
         hook_cpu_patches()
     import mindspeed_mm.fsdp.models.qwen3_5_moe.modeling_qwen3_5_moe
     import mindspeed_mm.fsdp.train.trainer  # noqa: F401
-
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
 
 
 def hook_cpu_patches():
@@ -206,6 +251,7 @@ def wait(children, timeout):
 
 
 def be_rank(folder, config, rank, ranks, port):
+    end_with(os.getppid())
     code = 1
     try:
         log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from launcher import HANG_S
 from lint_cases import EXAMPLE, spoilt
 from mindspeed_chunk.standalone import __main__ as trainer
 
@@ -18,7 +19,7 @@ def lint(tmp_path, stdout, **environment):
     path.write_text(ODD, encoding="utf-8")
     command = [sys.executable, "-c", PROGRAM, "lint", str(path), "--fix", str(tmp_path / "分块.yaml")]
     environment = {**os.environ, **environment}
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=100)
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0",
@@ -72,7 +73,7 @@ def test_the_variables_of_a_rank_are_checked_in_one_line(variables, told, monkey
 def test_bench_and_trace_check_the_number_of_ranks_in_one_line(command):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, command],
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "x"}, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "x"}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("error: environment variable WORLD_SIZE: 'x': must be an")
     assert len(done.stderr.splitlines()) == 1

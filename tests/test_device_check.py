@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher import HANG_S
+
 CI = Path(__file__).resolve().parents[1] / "ci"
 sys.path.insert(0, str(CI))
 
@@ -17,7 +19,7 @@ import device_values  # noqa: E402
 
 def run(*arguments):
     command = [sys.executable, str(CI / "device_check.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import pytest
 
 import host_lookalike
 import mindspeed_chunk
+import real_host
 from json_records import assert_record
+from launcher import HANG_S
 from mindspeed_chunk.patches import config_name, cpu_device, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
@@ -62,7 +64,7 @@ def run(*arguments, cwd=None, path=(), **variables):
     packages = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "mindspeed_chunk.tools", *arguments]
     variables = {"PYTHONPATH": os.pathsep.join(packages), **{name: str(value) for name, value in variables.items()}}
-    return subprocess.run(command, env={**kept, **variables}, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env={**kept, **variables}, cwd=cwd, capture_output=True, text=True, timeout=HANG_S)
 
 
 def diagnose(**keywords):
@@ -367,11 +369,8 @@ def test_requirements_not_met(monkeypatch):
     assert environment.broken_requirements() == ["nothing: not installed: must be there"]
 
 
-@pytest.mark.skipif(
-    not all(name in os.environ for name in host_probe.HOMES.values()),
-    reason="needs MINDSPEED_MM_HOME and MINDSPEED_HOME",
-)
 def test_real_host():
+    real_host.need()
     homes = {name: os.environ[name] for name in host_probe.HOMES.values()}
     report = diagnose(path=homes.values(), **homes, MINDSPEED_CHUNK_DEVICE="cpu")
     assert report["ok"], report["reasons"]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from launcher import HANG_S
 from lint_cases import CLEAN, spoilt
 from mindspeed_chunk import files
 from mindspeed_chunk.config import ConfigError
@@ -25,7 +26,7 @@ def fix(folder, config, *target, limit=None):
         few = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
         program = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {few}; {program}"
     command = [sys.executable, "-c", program, "lint", config, "--fix", *target]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     return done.returncode, done.stderr
 
 

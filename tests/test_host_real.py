@@ -5,7 +5,6 @@ see the example's requirements-host.txt). `-s` shows the figures.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,10 +12,11 @@ import sys
 
 import pytest
 
-from real_host import EXAMPLE, HOMES, RECORD, RealHost, environment, trainer_file, write_config
+import real_host
+from launcher import HANG_S
+from real_host import EXAMPLE, RECORD, RealHost, environment, trainer_file, write_config
 
-missing = [name for name in HOMES if not os.environ.get(name)]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not set: no real host to test with")
+real_host.need()
 
 PLAN = "parallel.ep_plan"
 ALLTOALL = {f"{PLAN}.dispatcher": "alltoall"}
@@ -286,7 +286,7 @@ def test_the_files_for_the_35b_are_read(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert [line for line in done.stdout.splitlines() if line.startswith("read ")] == [f"read {file}" for file in files]
@@ -302,7 +302,7 @@ def test_torchrun_as_a_user_starts_it(host, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     log = done.stdout + done.stderr
@@ -327,7 +327,7 @@ def test_a_users_error_is_one_line(tmp_path, overrides, line):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr

@@ -4,29 +4,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
+import conftest
 import launched
 import launcher
-from launcher import RanksFailed, run_ranks
-from zygote import Zygote, alive
+from launcher import HANG_S, RanksFailed, busy, run_ranks, wait_for
+from zygote import Zygote, alive, children_of
 
 
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_for(condition, seconds=60):
-    """What the condition comes to, once it is true."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.05)
-    return found
+def test_what_a_shell_has_set_does_not_reach_the_tests(monkeypatch):
+    inherited = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR LC_ALL LANG TERM NO_COLOR COLUMNS PYTHONWARNINGS PYTHONHASHSEED"
+    ours = "MINDSPEED_CHUNK_DISABLE TORCH_DEVICE_BACKEND_AUTOLOAD"
+    stay = "MINDSPEED_MM_HOME MINDSPEED_HOME MINDSPEED_CHUNK_TORCH_NPU PYTHONPATH PATH CI"
+    for name in f"{inherited} {ours} {stay}".split():
+        monkeypatch.setenv(name, "set")
+    before = os.umask(0o077)
+    try:
+        conftest.pytest_sessionstart()
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    assert os.environ["LC_ALL"] == "C.UTF-8"
+    assert {*inherited.split(), *ours.split(), *stay.split()} & {*os.environ} == {*stay.split(), "LC_ALL"}
 
 
 def test_results_come_back_in_rank_order():
@@ -64,7 +66,7 @@ def test_chance_is_another_on_every_rank():
     """Hashes differ between neighbours at least, so that an order of a set is not the same on all ranks."""
     hashes, *numbers = zip(*run_ranks(launched.chance, 4), *run_ranks(launched.chance, 4))
     assert all(len(set(values)) == 8 for values in numbers)
-    assert len(set(hashes)) == 2 or "PYTHONHASHSEED" in os.environ
+    assert len(set(hashes)) == 2
 
 
 def test_exit_code_and_output_of_a_fork(tmp_path):
@@ -72,7 +74,8 @@ def test_exit_code_and_output_of_a_fork(tmp_path):
         call = [launched.__name__, launched.tell_and_exit.__name__, [3]]
         process = launcher.zygote(0).fork(call, {}, (stdin.fileno(), output.fileno(), output.fileno()))
         assert process.reap() == 3
-    assert (tmp_path / "output").read_text().splitlines() == ["told", "told, too"]
+    # stdout, unlike stderr, may be written at the end
+    assert sorted((tmp_path / "output").read_text().splitlines()) == ["told", "told, too"]
 
 
 @pytest.mark.slow
@@ -94,15 +97,14 @@ def test_a_zygote_that_dies_leaves_no_rank_and_the_next_launch_has_another(tmp_p
         run_ranks(launched.kill_the_parent, 3, str(tmp_path))
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 3
-    wait_for(lambda: not any(map(alive, pids)), seconds=10)
+    wait_for(lambda: not any(map(alive, pids)))
     assert len(run_ranks(launched.add, 3, 1)) == 3
 
 
-def test_own_traceback_comes_first_and_nobody_waits_long():
-    start = time.monotonic()
+def test_own_traceback_comes_first_and_nobody_waits():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(launched.raise_on, 2, 1)
-    assert time.monotonic() - start < 60
+        run_ranks(launched.raise_on, 2, 1, grace=HANG_S)
+    assert [outcome.state for outcome in failure.value.outcomes] == ["raised", "raised"]
     text = str(failure.value)
     assert text.startswith("2 of 2 ranks failed, the first one: rank 1")
     assert text.index("RuntimeError: rank 1 gives up") < text.index("--- rank 0")
@@ -135,7 +137,7 @@ def test_an_exit_without_result_is_a_failure():
 
 def test_hang_ends_with_stacks():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(launched.hang_in_collective, 2, timeout=10)
+        run_ranks(launched.hang_in_collective, 2, timeout=10 * busy())
     assert [outcome.state for outcome in failure.value.outcomes] == ["timeout", "timeout"]
     assert str(failure.value).count("in hang_in_collective") == 2
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from json_records import assert_record
+from launcher import HANG_S
 from lint_cases import CLEAN, EXAMPLE, ROOT, spoilt
 from mindspeed_chunk import keys, lint
 from mindspeed_chunk.lint.document import Document, Unreadable
@@ -150,7 +151,7 @@ def test_the_command_is_registered_and_imports_no_torch_without_a_model(tmp_path
         f"sys.argv = ['mindspeed-chunk', 'lint', {str(path)!r}]; code = main(); "
         "print('torch' in sys.modules); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
 
 

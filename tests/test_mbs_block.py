@@ -290,7 +290,7 @@ def test_ranks_with_different_numbers_of_micro_chunks_are_told_so_and_nothing_ha
         ((3, {}), (4, {})),  # the last batch is short on both
         ((2, {}), (0, {})),
     ]
-    first, second = run_ranks(on_ranks, 2, cases, timeout=60)
+    first, second = run_ranks(on_ranks, 2, cases)
     beginning = "ChunkMBS, layers.0: every rank must run equally many micro-chunks, but there are "
     for told in (first, second):
         assert told[0].startswith(f"{beginning}3 on rank 0, 2 on rank 1; ")

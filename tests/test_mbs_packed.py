@@ -123,7 +123,7 @@ def on_ranks(rank, world_size, cases):
 def test_a_rank_that_alone_has_visual_tokens_is_told_of_by_the_others():
     """One packed by chance as the batch, one not: every rank ends, whatever its own batch holds."""
     cases = [(one, other) for one in COUNTS[:4] for other in (COUNTS[3], None)] + [(None, None)]
-    first, second = run_ranks(on_ranks, 2, cases, timeout=60)
+    first, second = run_ranks(on_ranks, 2, cases)
     for (_, other), one, two in zip(cases[:-1], first, second):
         assert one.startswith("ChunkMBS, layers.0: deepstack_visual_embeds: rows of visual tokens, ")
         if other is None:

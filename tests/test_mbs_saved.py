@@ -9,10 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from alive import STEPS, growth
 from mindspeed_chunk.config import ChunkMBSConfig
 from mindspeed_chunk.mbs import offload as offload_module
 from mindspeed_chunk.mbs.block import ChunkMBS
-from offloaded import ROWS, Block, H, LateLane, blocks, make, rand, resident_bytes, run
+from offloaded import ROWS, Block, H, LateLane, blocks, make, rand, run
 
 
 class Live(TorchDispatchMode):
@@ -134,16 +135,14 @@ def test_small_outputs_do_not_hold_their_graph(shape):
 def test_buffers_are_used_again_and_memory_is_flat():
     offload = make()
     modules, counts, x = blocks(offload), [], rand(200, H)
-    for step in range(50):
+
+    def step():
         run(modules, x)
         assert offload.pool.out == 0
         counts.append(len(offload.pool.buffers))
-        if step == 10:
-            gc.collect()
-            before = resident_bytes()
-    assert counts == [counts[0]] * 50
-    gc.collect()
-    assert resident_bytes() - before < 40 * x.nbytes
+
+    assert growth(step) == 0
+    assert counts == [counts[0]] * STEPS
 
 
 def test_other_lengths_use_the_same_buffers():

@@ -1,13 +1,12 @@
 """What ranks do when one of them is wrong: one message on all of them, and no hang."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from layer import Case, Layer, check, distance
 from wire import Counted, prepared
 
@@ -44,7 +43,7 @@ def test_ranks_that_differ_get_one_message_on_all_of_them():
         "must be divisible by the size of the expert-parallel group, 2": {"experts": 7},
     }
     cases = [(base, dataclasses.replace(base, **change)) for change in changes.values()]
-    first, second = run_ranks(disagree, 2, cases, timeout=60)
+    first, second = run_ranks(disagree, 2, cases)
     assert first == second
     for wanted, message in zip(changes, first, strict=True):
         assert message is not None and wanted in message and "\n" not in message, (wanted, message)
@@ -89,7 +88,7 @@ def disagree_later(rank, world_size):
 
 
 def test_a_rank_that_goes_wrong_later_is_told_to_all_of_them_too():
-    first, second = run_ranks(disagree_later, 2, timeout=60)
+    first, second = run_ranks(disagree_later, 2)
     assert first == second
     wanted = [
         "needs a gradient of the rows: True on rank 0, False on rank 1",
@@ -163,12 +162,11 @@ def raise_in_a_chunk(rank, world_size, who):
 
 
 def test_the_rank_that_raises_in_a_chunk_is_reported_first_and_nothing_hangs():
-    start = time.monotonic()
-    outcomes = run_ranks(raise_in_a_chunk, 2, (1,), expect_failure=True, timeout=60, grace=10)
-    assert time.monotonic() - start < 30
+    outcomes = run_ranks(raise_in_a_chunk, 2, (1,), expect_failure=True, grace=HANG_S)
+    assert [outcome.state for outcome in outcomes] == ["raised", "raised"]
     first = min(outcomes, key=lambda outcome: outcome.failed_at)
     assert first.rank == 1 and "rank 1 has had enough" in first.error and "in activation" in first.error
 
 
 def test_a_step_after_one_that_raised_everywhere_meets_no_stale_state():
-    run_ranks(raise_in_a_chunk, 2, (0, 1), timeout=60)
+    run_ranks(raise_in_a_chunk, 2, (0, 1))

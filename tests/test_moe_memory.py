@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher import run_ranks
+from alive import growth
+from launcher import HANG_S, run_ranks
 from layer import Case, Layer, distance, recomputed
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
@@ -113,45 +114,25 @@ def test_every_rank_saves_the_same_number_of_tensors_whatever_it_received():
     assert first == second
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def run_steps(rank, world_size, keep, blockwise):
-    """Growth of the process over 40 steps after 10 of warming up, in units of what one step saves.
-
-    The less of two runs of 40: a leak grows in both, an allocator under load keeps a few pages more in one of them.
-    """
-    layer_sizes = {"tokens": (512,), "hidden": 96, "intermediate": 64, "experts": 4, "top_k": 2}
-    case = Case(chunks=3, keep=keep, dtype=torch.float32, **layer_sizes)
-    layer = Layer(case, rank, world_size)
-    leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(case.config())
-    group = dist.group.WORLD if world_size > 1 else None
+    layer = Layer(Case(chunks=3, keep=keep), rank, world_size)
+    leaves, dispatcher = leaves_of(layer), ChunkMoEDispatcher(layer.case.config())
 
     def block(x):
-        return layer.call(dispatcher, {**leaves, "x": x}, group)
+        return layer.call(dispatcher, {**leaves, "x": x}, dist.group.WORLD)
 
-    sizes = []
-    for step in range(91):
-        if step in (10, 50, 90):
-            gc.collect()
-            sizes.append(resident_bytes())
+    def step():
         out = recomputed(block, leaves["x"]) if blockwise else block(leaves["x"])
         out.backward(layer.grad)
         for leaf in leaves.values():
             leaf.grad = None
-    saved = 512 * 2 * (96 + 128) * 4
-    return min(sizes[1] - sizes[0], sizes[2] - sizes[1]) / saved
+
+    return growth(step)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
-@pytest.mark.slow
 @pytest.mark.parametrize("keep, blockwise", [("activations", True), ("rows", True), ("input", False)])
 def test_memory_is_flat_over_50_steps(keep, blockwise):
-    """A leak of what a step saves, or of a send buffer of it, would be 40 or 10 units."""
-    for growth in run_ranks(run_steps, 2, keep, blockwise, fill_nan=False):
-        assert growth < 5, growth
+    assert run_ranks(run_steps, 2, keep, blockwise) == [0, 0]
 
 
 def test_import_touches_no_device_and_no_process_group():
@@ -162,4 +143,4 @@ def test_import_touches_no_device_and_no_process_group():
         "if child == 0: torch.ones(3).sum(); os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

@@ -13,7 +13,6 @@ pytest.importorskip("pydantic")
 if not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_chunk"):
     pytest.skip("mindspeed_chunk is not installed here, so torch does not load it", allow_module_level=True)
 
-TIMEOUT_S = 240
 BLOCKS = ["layers.{*}"]
 HOOKED = {"hook_modules": BLOCKS}
 TRAINING = {"micro_batch_size": 3}
@@ -46,7 +45,7 @@ def configured(path, flavour, plan=None, *, inner=BLOCKS, fsdp=HOOKED, features=
 def start(folder, flavour, plan=None, *, before=(), env=(), **settings):
     """The finished ranks of a run with ChunkMBS."""
     config = configured(folder / "run", flavour, plan, **settings)
-    return launch(flavour, config, before=before, timeout=TIMEOUT_S, fork=True, **dict(env))
+    return launch(flavour, config, before=before, fork=True, **dict(env))
 
 
 @functools.cache
@@ -54,7 +53,7 @@ def whole(folder, coefficient=0.0, skip=False):
     """Losses without ChunkMBS; the look-alikes' flavours compute alike."""
     features = {"loss_cfg": {"router_aux_loss_coef": coefficient}, "skip_moe_pad_tokens": skip}
     config = write_config(folder / "run", {"dispatcher": "alltoall"}, training=TRAINING, features=features)
-    return losses(launch("master", config, timeout=TIMEOUT_S, fork=True))[0]
+    return losses(launch("master", config, fork=True))[0]
 
 
 def same(ours, theirs):
@@ -196,7 +195,7 @@ def test_blocks_that_are_wrapped_too_late_are_an_error(folder, tmp_path):
 def test_a_drifted_host_is_one_error_that_names_the_seam(folder, tmp_path, flavour, module, changes, expected):
     drift(flavour, tmp_path, module, *changes)
     config = configured(folder / "run", flavour)
-    (process,) = launch(flavour, config, before=(tmp_path,), ranks=1, timeout=TIMEOUT_S, fork=True, WORLD_SIZE="2")
+    (process,) = launch(flavour, config, before=(tmp_path,), ranks=1, fork=True, WORLD_SIZE="2")
     assert process.returncode and "Traceback" not in process.stderr
     (line,) = [
         line for line in process.stderr.splitlines() if line.startswith("mindspeed_chunk: features.enable_chunk_mbs: ")
@@ -282,7 +281,7 @@ def test_replaced_when_asked_for_taken_back_and_applied_twice(tmp_path, flavour)
     on = configured(tmp_path / "on", flavour)
     off = write_config(tmp_path / "off", {"dispatcher": PLAIN[flavour]}, features={"enable_chunk_mbs": False})
     text = f"FLAVOUR, ON, OFF = {flavour!r}, {str(on)!r}, {str(off)!r}\n{ON_AND_OFF}"
-    run_code(flavour, text, TORCH_DEVICE_BACKEND_AUTOLOAD="0", timeout=TIMEOUT_S)
+    run_code(flavour, text, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 PLAN = "features.chunkmbs_plan"
@@ -352,7 +351,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
         expected["offload"] = ["features.loss_cfg.router_aux_loss_offload: True: "]
         cases["layer"] = str(configured(tmp_path / "layer", flavour, features={"enable_chunk_layer": True})), {}
         expected["layer"] = ["features.enable_chunk_layer: True: cuts a layer along", "MINDSPEED_CHUNK_MBS=host"]
-    for name, message in read_configs(flavour, cases, TIMEOUT_S)[0].items():
+    for name, message in read_configs(flavour, cases)[0].items():
         if expected[name] is None:
             assert message is None, (name, message)
         else:

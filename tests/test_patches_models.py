@@ -10,25 +10,24 @@ from launcher import run_ranks
 pytest.importorskip("pydantic")
 
 TOLERANCE = 1e-12  # fp64; relative to the largest value
-TIMEOUT_S = 240
 
 
 @functools.cache
 def survey(flavour, balanced=False):
     """What both ranks told; one launch a flavour, shared by the tests."""
     environment = {"MM_FORCE_EP_BALANCE": "1" if balanced else None}
-    return run_ranks(ranks.survey, 2, flavour, timeout=TIMEOUT_S, env=environment)
+    return run_ranks(ranks.survey, 2, flavour, env=environment)
 
 
 @functools.cache
 def master_faults():
-    return run_ranks(faults.master_faults, 2, timeout=TIMEOUT_S)
+    return run_ranks(faults.master_faults, 2)
 
 
 @functools.cache
 def native(host_chosen):
     environment = {"MINDSPEED_CHUNK_DISPATCHER": "host" if host_chosen else None}
-    return run_ranks(faults.native, 2, timeout=TIMEOUT_S, env=environment)
+    return run_ranks(faults.native, 2, env=environment)
 
 
 def worst(errors):
@@ -137,7 +136,7 @@ def test_families_that_the_hosts_own_chunkmoe_does_not_know_run_with_ours(host_c
 
 
 def test_rows_of_tokens_that_kimi_k3_hands_on_are_cut_and_joined_with_the_batch():
-    for told in run_ranks(faults.kimi_layers, 2, timeout=TIMEOUT_S):
+    for told in run_ranks(faults.kimi_layers, 2):
         assert max(told["alltoall"], told["chunkmoe"]) <= TOLERANCE, told
         assert told["micro-chunks, alltoall"] == told["micro-chunks, chunkmoe"] == 3 * 3
 
@@ -165,14 +164,14 @@ def test_a_step_after_one_that_raised_meets_no_stale_state():
 
 
 def test_a_rank_that_raises_in_a_chunk_is_told_first_and_nothing_hangs():
-    first, second = run_ranks(faults.one_raises, 2, timeout=TIMEOUT_S, expect_failure=True)
+    first, second = run_ranks(faults.one_raises, 2, expect_failure=True)
     assert second.state == "raised" and "the activation of rank 1 gives up" in second.error
     assert first.state == "raised" and first.failed_at > second.failed_at
 
 
 @functools.cache
 def rerouted(*how):
-    return run_ranks(faults.other_routing_on_recompute, 2, *how, timeout=TIMEOUT_S)
+    return run_ranks(faults.other_routing_on_recompute, 2, *how)
 
 
 @pytest.mark.parametrize(

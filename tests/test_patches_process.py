@@ -10,13 +10,13 @@ import pytest
 
 import mindspeed_chunk
 from host_lookalike import FLAVOURS, OWN_CHUNKMOE, PLAIN, ROOT, read_configs, run_code, write_config
+from launcher import HANG_S
 
 pytest.importorskip("pydantic")
 autoloaded = pytest.mark.skipif(
     not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_chunk"),
     reason="mindspeed_chunk is not installed here, so torch does not load it",
 )
-TIMEOUT_S = 240
 
 BOTH_WAYS = """
 import sys
@@ -83,7 +83,6 @@ def test_host_imported_first_patches_set_twice_and_taken_back(flavour):
         flavour,
         BOTH_WAYS.format(flavour=flavour, own=flavour in OWN_CHUNKMOE),
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        timeout=TIMEOUT_S,
     )
 
 
@@ -101,7 +100,6 @@ def test_a_plan_of_26_0_that_does_not_ask_keeps_the_hosts_answer_to_unknown_keys
         "        assert 'unexpected keyword argument' in str(error)\n"
         "    else:\n"
         "        raise AssertionError(plan)\n",
-        timeout=TIMEOUT_S,
     )
 
 
@@ -123,7 +121,6 @@ def test_a_process_without_the_host_gets_hooks_and_nothing_else():
         "batches = list(DataLoader(range(6), batch_size=3, num_workers=2, multiprocessing_context='fork'))\n"
         "assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]\n"
         "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n",
-        timeout=TIMEOUT_S,
     )
 
 
@@ -136,7 +133,6 @@ def test_a_broken_plugin_is_one_warning_and_never_an_error_of_torch():
         "import torch\n"
         "assert torch.ones(2).sum() == 2\n"
         "import mindspeed_mm.fsdp.params.argument\n",
-        timeout=TIMEOUT_S,
     )
     (line,) = [line for line in answer.stderr.splitlines() if "Warning" in line]
     assert "mindspeed_chunk is not available: ModuleNotFoundError" in line
@@ -162,7 +158,7 @@ print(sys.path[0])
 def launch(*options, script, cwd):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, *options, "-m", "mindspeed_chunk.launch", str(script)]
-    answer = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S)
+    answer = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=HANG_S)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.splitlines()
 
@@ -266,7 +262,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
                 plan = {key: value for key, value in plan.items() if key == "apply_modules"}
             path = write_config(tmp_path / f"{number}-{dispatcher}", {"dispatcher": dispatcher, **plan}, **settings)
             cases[f"{name}, {dispatcher}"] = str(path), environment
-    told, errors = read_configs(flavour, cases, TIMEOUT_S)
+    told, errors = read_configs(flavour, cases)
     for name in wrong | RIGHT:
         assert told[f"{name}, {PLAIN[flavour]}"] is None, "a plan that does not ask for it is not ours to check"
     assert [told[f"{name}, chunkmoe"] for name in RIGHT] == [None] * len(RIGHT)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import yaml
 
 from host_lookalike import FLAVOURS, PLAIN, launch, losses, write_config
+from launcher import HANG_S
 from mindspeed_chunk import consistency
 from mindspeed_chunk.patches import parallel_state
 
@@ -18,7 +19,6 @@ pytest.importorskip("pydantic")
 if not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_chunk"):
     pytest.skip("mindspeed_chunk is not installed here, so torch does not load it", allow_module_level=True)
 
-TIMEOUT_S = 240
 BLOCKS = ["layers.{*}"]
 SAME = "mindspeed_chunk: every rank must run the same configuration, but "
 CURE = "; start all ranks with the same yaml, arguments, environment and version of the plugin"
@@ -47,7 +47,7 @@ def yamls(folder, flavour, *changes):
 
 def started(paths, flavour="master", grace=10, **options):
     """The finished ranks. One that has not compared goes on, and is stopped when another has ended."""
-    return launch(flavour, paths, ranks=len(paths), timeout=TIMEOUT_S, grace=grace, fork=True, **options)
+    return launch(flavour, paths, ranks=len(paths), grace=grace, fork=True, **options)
 
 
 def told(finished, ranks):
@@ -129,7 +129,7 @@ def test_a_rank_without_the_plugin_is_named_when_the_time_is_over(tmp_path):
 
 
 def test_equal_yamls_train(tmp_path):
-    finished = started(yamls(tmp_path, "master", {}, {}), grace=TIMEOUT_S)
+    finished = started(yamls(tmp_path, "master", {}, {}), grace=HANG_S)
     assert len(losses(finished)[0]) == 3
 
 

@@ -15,7 +15,6 @@ if not importlib.metadata.entry_points(group="torch.backends", name="mindspeed_c
 CHUNKED = {"dispatcher": "chunkmoe", "moe_num_chunks": 2}
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 THROUGH = ("-m", "mindspeed_chunk.launch")
-TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +31,14 @@ def plain(folder):
 def start(folder, flavour, plan, **keys):
     options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before", "fork") or name.isupper()}
     config = write_config(folder / "run", plan, **keys)
-    return losses(launch(flavour, config, timeout=TIMEOUT_S, **options))
+    return losses(launch(flavour, config, **options))
 
 
 def refused(folder, flavour, plan, **keys):
     """stdout and stderr of one rank of a run that must end with an error, before it joins the others."""
     options = {name: keys.pop(name) for name in list(keys) if name in ("through", "before", "fork") or name.isupper()}
     config = write_config(folder / "run", plan, **keys)
-    (process,) = launch(flavour, config, ranks=1, timeout=TIMEOUT_S, WORLD_SIZE="2", **options)
+    (process,) = launch(flavour, config, ranks=1, WORLD_SIZE="2", **options)
     assert process.returncode != 0, process.stdout
     return process.stdout, process.stderr
 
@@ -47,7 +46,7 @@ def refused(folder, flavour, plan, **keys):
 @functools.cache
 def chunked_run(folder, flavour):
     """The finished ranks of a plain run with chunkmoe; shared by the tests."""
-    return launch(flavour, write_config(folder / "run", CHUNKED), timeout=TIMEOUT_S)
+    return launch(flavour, write_config(folder / "run", CHUNKED))
 
 
 @functools.cache
@@ -116,7 +115,7 @@ def test_launcher_where_torch_loads_no_backends(folder, plain):
 
 def test_a_misspelt_key_ends_both_ranks_with_one_line(folder):
     config = write_config(folder / "run", {"dispatcher": "chunkmoe", "moe_num_chunk": 2})
-    for process in launch("master", config, timeout=TIMEOUT_S, fork=True):
+    for process in launch("master", config, fork=True):
         assert process.returncode != 0
         assert process.stderr == (
             "mindspeed_chunk: parallel.ep_plan.moe_num_chunk: 2: unknown key; the nearest one is moe_num_chunks\n"
@@ -139,7 +138,7 @@ def test_a_device_without_a_back_end_ends_the_run_at_its_start(folder, tmp_path)
 
 def test_expert_parallel_size_1_is_one_warning_and_trains(folder, plain):
     config = write_config(folder / "run", CHUNKED, expert_parallel_size=1)
-    finished = launch("master", config, timeout=TIMEOUT_S, fork=True)
+    finished = launch("master", config, fork=True)
     trained, told = losses(finished)
     assert told["ran"] == [] and len(trained) == 3
     (warning,) = [line for process in finished for line in process.stderr.splitlines() if "mindspeed_chunk" in line]
@@ -206,6 +205,6 @@ def test_newest_host_log_says_whose_chunkmoe_runs(folder):
     assert losses(ours)[1]["ran"] == []
     assert "the host's own chunkmoe is not used (MINDSPEED_CHUNK_DISPATCHER=host chooses it)" in ours[0].stdout
     config = write_config(folder / "run", CHUNKED)
-    theirs = launch("newest", config, timeout=TIMEOUT_S, MINDSPEED_CHUNK_DISPATCHER="host")
+    theirs = launch("newest", config, MINDSPEED_CHUNK_DISPATCHER="host")
     assert losses(theirs)[1] == {"ran": ["native chunkmoe"], "stack": [], "offloaded": []}
     assert "MINDSPEED_CHUNK_DISPATCHER=host: the host's own chunkmoe runs" in theirs[0].stdout

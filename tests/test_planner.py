@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from json_records import assert_record
+from launcher import HANG_S
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.planner import (
     LayerShape,
@@ -52,7 +53,7 @@ def job(model="35b", device="ascend-910c", nodes=8, **changes):
 
 def plan(*words):
     command = [sys.executable, "-m", "mindspeed_chunk.tools", "plan", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("name", [TINY, *BUILT_IN])
@@ -81,7 +82,7 @@ def test_planner_needs_no_torch():
     code = (
         "import sys; import mindspeed_chunk.planner, mindspeed_chunk.planner.report; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
 
 
 def test_every_device_names_its_sources_and_a_file_has_units(tmp_path):

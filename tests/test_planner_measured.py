@@ -56,7 +56,7 @@ def test_collectives_of_a_step_are_those_counted():
     The embedded trainer reduce-scatters in the last pass alone. On torch 2.7 a recompute that is not cut into
     micro-chunks gathers once more than it needs to, which the planner leaves out: it is then a lower bound.
     """
-    measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()}, timeout=300)
+    measured = run_ranks(planner_ranks.traffic, 4, {name: run[0] for name, run in RUNS.items()})
     for name, (overrides, passes, micro_chunks, recipe) in RUNS.items():
         calls, nbytes, _ = measured[0][name]
         predicted = fsdp_traffic(TINY, sharding(4, 2), recipe, passes, sync_every_pass=False)
@@ -115,7 +115,7 @@ def test_bytes_of_a_layer_are_within_5_percent_in_every_memory_mode(model, tmp_p
         top_k=size.num_experts_per_tok, ep=2, element_size=4,
     )  # fmt: skip
     worst = 0.0
-    for of_rank in run_ranks(planner_ranks.expert_memory, 2, overrides, shape, timeout=300):
+    for of_rank in run_ranks(planner_ranks.expert_memory, 2, overrides, shape):
         for (keep, schedule, n), (measured, predicted) in of_rank.items():
             kept, *peaks = map(abs, planner_ranks.errors(measured, predicted))
             worst = max(worst, *peaks)

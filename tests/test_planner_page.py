@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from launcher import HANG_S
 from mindspeed_chunk.config import SCHEDULES
 from mindspeed_chunk.planner.device import load_device
 from mindspeed_chunk.planner.model import load_model
@@ -100,7 +101,7 @@ def test_in_a_browser_at_both_widths(pages, tmp_path):
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
         "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'frames.html'}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert "CONSOLE" not in done.stderr, done.stderr
     seen = json.loads(html.unescape(re.search(r"<pre>(.*?)</pre>", done.stdout, re.S)[1]))
     assert [each["view"] for each in seen] == [*WIDTHS, *WIDTHS]

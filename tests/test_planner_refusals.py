@@ -9,6 +9,7 @@ import time
 import pytest
 import yaml
 
+from launcher import HANG_S
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.planner import Link, load_device, load_model
 from mindspeed_chunk.planner.numbers import billions, fixed
@@ -212,7 +213,7 @@ def test_a_full_disk_behind_the_output_is_one_line(words):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "mindspeed_chunk.tools", *words],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S,
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("error: the output cannot be written") and done.stderr.count("\n") == 1
@@ -224,7 +225,7 @@ def test_a_terminal_without_the_characters_gets_escapes(tmp_path):
     (folder / "config.json").write_text((TINY / "config.json").read_text())
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed_chunk.tools", "plan", *FEW, "--model", str(folder)],
-        env={"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
+        env={"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0 and not done.stderr
     assert "\\u6a21\\u578b: " in done.stdout

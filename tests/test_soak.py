@@ -5,13 +5,13 @@ import math
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from launched import misbehave
-from soak import fuzz, killed_rank, mutants, plans, train, yamls
+from launcher import busy, wait_for
+from soak import fuzz, interrupted, killed_rank, mutants, plans, train, yamls
 from soak.drawn import Drawn
 from soak.killed import MOMENTS
 from soak.pool import Broken, Pool
@@ -142,7 +142,7 @@ def test_a_wrong_result_is_made_small_and_kept(tmp_path, monkeypatch, capsys):
 
 
 def test_an_exception_and_a_hang_of_one_rank_are_found_and_ranks_start_again():
-    pool = Pool(misbehave, 2, limit=2)
+    pool = Pool(misbehave, 2, limit=2 * busy())
     try:
         assert pool.ask("fine") == [0, 1]
         with pytest.raises(Broken, match="rank 1 gives up"):
@@ -178,18 +178,21 @@ def test_a_reader_that_fails_in_another_way_is_found(tmp_path, monkeypatch, faul
 
 def test_a_killed_rank_ends_the_others(capsys):
     moment = next(iter(MOMENTS))
-    fate = killed_rank.kill(moment, killed_rank.ALONE, ranks=2, culprit=1, timeout=10, grace=10)
+    fate = killed_rank.kill(moment, killed_rank.ALONE, ranks=2, culprit=1, timeout=10 * busy(), grace=10 * busy())
     assert fate.wrong == [] and math.isfinite(fate.seconds)
 
 
+def test_interrupted_launches_end_at_once_and_leave_nothing(capsys):
+    assert interrupted.main(["--launches", "5", "--limit", str(10 * busy())]) == 0
+    assert "5 of 5 ended at once and left nothing" in capsys.readouterr().out
+
+
 def test_what_is_left_behind_is_seen():
-    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(3000)"
     with Watched() as watched:
         process = subprocess.Popen([sys.executable, "-c", code], env=watched.environment)
         try:
-            end = time.monotonic() + 10
-            while not any("port" in left for left in watched.left()) and time.monotonic() < end:
-                time.sleep(0.1)
+            wait_for(lambda: any("port" in left for left in watched.left()))
             left = watched.left()
         finally:
             process.kill()

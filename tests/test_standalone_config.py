@@ -8,7 +8,7 @@ import warnings
 import pytest
 import yaml
 
-from launcher import run_ranks, torchrun
+from launcher import HANG_S, run_ranks, torchrun
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
 from mindspeed_chunk.standalone import __main__ as command_line
 from mindspeed_chunk.standalone.config import load_config
@@ -109,7 +109,7 @@ def test_torchrun_ends_soon_and_the_line_comes_once(bad, name, tmp_path):
     command = [*torchrun(2), "--redirects", "3", "--log-dir", str(tmp_path), "-m", "mindspeed_chunk.standalone"]
     command += bad[name][0]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=env)
     told = [path.read_text() for path in tmp_path.rglob("stderr.log")]
     assert done.returncode != 0
     assert len(told) == 2

@@ -75,7 +75,7 @@ def reference(overrides, world_size):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_equal_one_process(world_size):
     runs = {name: [*BATCH, *extra] for name, extra in RUNS[world_size].items()}
-    results = run_ranks(gradients, world_size, runs, timeout=200)
+    results = run_ranks(gradients, world_size, runs)
     for name, overrides in runs.items():
         ep_size = int(next(o for o in overrides if o.startswith(EP)).partition("=")[2])
         losses, expected = reference(overrides, world_size)

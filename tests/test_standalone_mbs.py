@@ -58,7 +58,7 @@ def compared_with(name):
 @functools.cache
 def trained(world_size):
     runs = {name: run for name, run in RUNS.items() if world_size == 2 or "alltoall" not in name}
-    return run_ranks(curves, world_size, runs, STEPS[world_size], timeout=400)[0]
+    return run_ranks(curves, world_size, runs, STEPS[world_size])[0]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -76,7 +76,7 @@ def test_steps_equal_those_of_one_big_batch(world_size):
 def test_every_gradient_equals_that_of_one_big_batch(world_size):
     names = ("one batch, chunkmoe", "ChunkMBS, chunkmoe", "accumulation, chunkmoe", "one batch, balance")
     names += ("ChunkMBS, balance", "ChunkMBS, balance, offload alone")
-    for told in run_ranks(gradients, world_size, {name: RUNS[name] for name in names}, timeout=200):
+    for told in run_ranks(gradients, world_size, {name: RUNS[name] for name in names}):
         for name in names:
             expected = told[compared_with(name)]
             assert told[name]["losses"] == pytest.approx(expected["losses"], rel=1e-6)
@@ -106,7 +106,7 @@ def collectives(rank, world_size, runs):
 def test_parameters_are_gathered_once_a_direction_and_gradients_reduced_once():
     """Four ranks: an expert's unit spans the two that hold it, the others all four."""
     runs = ["accumulation, chunkmoe", "ChunkMBS, chunkmoe", "ChunkMBS, alltoall", "ChunkMBS, balance, nothing around"]
-    for told in run_ranks(collectives, 4, runs, timeout=200, fill_nan=False):
+    for told in run_ranks(collectives, 4, runs, fill_nan=False):
         for name, (calls, nbytes) in told.items():
             if name.startswith("ChunkMBS"):
                 assert calls == {(GATHER, 2): 8, (REDUCE_SCATTER, 2): 4, (GATHER, 4): 14, (REDUCE_SCATTER, 4): 7}, name
@@ -154,7 +154,7 @@ def test_activations_grow_by_hidden_states_alone():
         for size in (1, 8)
     }
     unit = 7 * length * hidden * 4
-    for told in run_ranks(peaks, 2, runs, timeout=300, fill_nan=False):
+    for told in run_ranks(peaks, 2, runs, fill_nan=False):
         growth = {kind: (told[kind, 8] - told[kind, 1]) / unit for kind in ("ChunkMBS", "none")}
         assert growth["ChunkMBS"] < 4, growth
         assert growth["none"] > 40, growth
@@ -171,7 +171,7 @@ def offloaded_buffers(rank, world_size):
 
 
 def test_host_buffers_are_used_again_whatever_the_routing():
-    for counts in run_ranks(offloaded_buffers, 2, timeout=200):
+    for counts in run_ranks(offloaded_buffers, 2):
         assert counts[-1] <= 1.1 * counts[0], counts
 
 
@@ -189,7 +189,7 @@ def selective(rank, world_size):
 
 
 def test_selective_recompute():
-    told = run_ranks(selective, 2, timeout=120)[0]
+    told = run_ranks(selective, 2)[0]
     for curve in (told["part"], told["part, ChunkMBS"]):
         for got, expected in zip(curve, told["whole"], strict=True):
             assert got == pytest.approx(expected, rel=1e-5)
@@ -217,7 +217,7 @@ def stumbles(rank, world_size):
 
 
 def test_an_exception_in_a_micro_chunk_leaves_nothing_behind():
-    for expected, got in run_ranks(stumbles, 2, timeout=120):
+    for expected, got in run_ranks(stumbles, 2):
         assert got == expected
 
 
@@ -257,7 +257,7 @@ def test_misconfigurations_are_one_line_before_any_collective(name):
 def test_wrong_batch_dimension():
     """The sequence is cut in the batch's place: told at the first block, on every rank."""
     wrong = [*batch(4), *chunk_mbs(), "features.chunkmbs_plan.batch_dim=1"]
-    for told in run_ranks(first_error, 2, wrong, timeout=120):
+    for told in run_ranks(first_error, 2, wrong):
         assert "features.chunkmbs_plan.batch_dim: 1: hidden_states is [4, 16, 96]" in told and "set it to 0" in told
 
 
@@ -288,7 +288,7 @@ def test_settings_are_read_and_what_they_do_not_do_is_told():
 
 
 def test_a_block_keeps_its_parameters_and_their_names():
-    told = run_ranks(named_parameters, 2, timeout=120)[0]
+    told = run_ranks(named_parameters, 2)[0]
     assert told["ChunkMBS"] == told["none"]
 
 

@@ -47,7 +47,7 @@ def starts(rank, world_size, cases, ports):
 def run_starts(world_size, cases):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in cases]
-        return run_ranks(starts, world_size, cases, ports, timeout=240)
+        return run_ranks(starts, world_size, cases, ports)
 
 
 @pytest.fixture(scope="module")

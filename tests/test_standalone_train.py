@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from json_records import assert_record
-from launcher import run_ranks, torchrun
+from launcher import HANG_S, run_ranks, torchrun
 from mindspeed_chunk.standalone.prepare import prepare
 from standalone_ranks import MODEL, YAML, curves, read
 
@@ -37,7 +37,7 @@ RUNS = {
 
 
 def train(world_size, names):
-    ranks = run_ranks(curves, world_size, {name: [*SMALL, *RUNS[name]] for name in names}, STEPS, timeout=240)
+    ranks = run_ranks(curves, world_size, {name: [*SMALL, *RUNS[name]] for name in names}, STEPS)
     assert all(rank == ranks[0] for rank in ranks)  # losses and norms are of all ranks
     return ranks[0]
 
@@ -101,7 +101,7 @@ def launch(tmp_path, *overrides, nproc=None):
     command = [*(torchrun(nproc) if nproc else [sys.executable]), "-m", "mindspeed_chunk.standalone", YAML, MODEL]
     done = subprocess.run(
         [*command, *SMALL, f"standalone.metrics_path={metrics}", *overrides],
-        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HANG_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

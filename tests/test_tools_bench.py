@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import real_host
 from json_records import assert_record
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from mindspeed_chunk import dist as wire
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.observe import emit, observe
@@ -30,7 +31,7 @@ def layer_options(*words):
 
 def bench(*words):
     command = [sys.executable, "-m", "mindspeed_chunk.tools", "bench", *SIZES, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 def bytes_to_others(layer, case):
@@ -234,8 +235,8 @@ def test_hidden_share_on_a_limited_link(tmp_path):
     assert f"mc{os.getpid()}" not in namespaces
 
 
-@pytest.mark.skipif(not os.environ.get(bench_host.HOME), reason=f"needs {bench_host.HOME} and MINDSPEED_HOME")
 def test_the_host_as_a_baseline(tmp_path):
+    real_host.need()
     record = tmp_path / "record.json"
     answer = bench("--cases", "rolling:2,host:alltoall,host:allgather", "--repeats", "3", "--json", str(record))
     assert answer.returncode == 0, answer.stderr

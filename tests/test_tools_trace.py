@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch.distributed as dist
 
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.moe.schedule import render
 from mindspeed_chunk.tools import trace, trace_files, trace_record
@@ -159,7 +159,7 @@ def test_command_writes_its_files(tmp_path):
     prefix = tmp_path / "layer"
     words = [*SIZES, "--case", "pair:2:rows", "--calls", "1", "--out", str(prefix)]
     command = [sys.executable, "-m", "mindspeed_chunk.tools", "trace", *words]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert answer.returncode == 0, answer.stderr
     assert "pair:2:rows" in answer.stdout and "1, backward" in answer.stdout
     check_page((tmp_path / "layer.html").read_text())

@@ -121,6 +121,15 @@ def alive(pid):
         return False
 
 
+def children_of(pid):
+    """Process ids; none where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            return [int(child) for child in children.read().split()]
+    except OSError:
+        return []
+
+
 def absolute_path():
     """`sys.path`, for a process in any folder."""
     return [os.path.abspath(entry) for entry in sys.path]

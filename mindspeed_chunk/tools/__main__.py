@@ -38,10 +38,9 @@ def _main() -> int:
     chosen = parser.parse_args()
     if chosen.command is None:
         parser.error(f"give a command: {', '.join(COMMANDS)}")
-    # imported when it is asked for: the benchmark needs torch
-    module = importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}")
     sys.argv = [sys.argv[0], *chosen.options]
-    return module.main()
+    # imported when it is asked for: the benchmark needs torch
+    return importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}").main()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
 from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
+from mindspeed_chunk.tools.ranks import is_rank, launch
 
 _WARM_UP = 2  # rounds
 _MOST_REPEATS = 100_000
@@ -42,7 +42,6 @@ _OVERHEAD_CALLS = 20  # a repeat
 
 
 def main() -> int:
-    end_with_launcher()
     parser = _parser()
     options = parser.parse_args()
     if is_rank():

@@ -78,20 +78,19 @@ def bits_per_second(rate: str) -> float:
 
 
 def _sweep() -> None:
-    """Delete the namespaces of processes that were killed before they could."""
+    """Delete the namespaces of processes that were killed before they could; one may have had this process's number."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for name, process in re.findall(r"^(mc(\d+)(?:n\d+|hub))\b", listed, re.MULTILINE):
-        if not os.path.exists(f"/proc/{process}"):
+        if int(process) == os.getpid() or not os.path.exists(f"/proc/{process}"):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _join_two(names: list[str]) -> list[tuple[str, str]]:
     for name in names:
         _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", f"{names[0]}v", "type", "veth", "peer", "name", f"{names[1]}v")
-    for name in names:
-        _run("ip", "link", "set", f"{name}v", "netns", name)
-    return [(name, f"{name}v") for name in names]
+    ends = [(name, f"{name}v") for name in names]
+    _add_link(*ends)
+    return ends
 
 
 def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
@@ -102,12 +101,17 @@ def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
     ends = []
     for name in names:
         _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", f"{name}v", "type", "veth", "peer", "name", f"{name}p")
-        _run("ip", "link", "set", f"{name}v", "netns", name)
-        _run("ip", "link", "set", f"{name}p", "netns", hub)
+        pair = [(name, f"{name}v"), (hub, f"{name}p")]
+        _add_link(*pair)
         _run("ip", "-n", hub, "link", "set", f"{name}p", "master", "bridge", "up")
-        ends += [(name, f"{name}v"), (hub, f"{name}p")]
+        ends += pair
     return ends
+
+
+def _add_link(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Both ends come into being in their namespaces, with which they go: neither can be left in the machine's own."""
+    (here, device), (there, peer) = one, other
+    _run("ip", "link", "add", device, "netns", here, "type", "veth", "peer", "name", peer, "netns", there)
 
 
 def _limit(ends: Sequence[tuple[str, ...]], rate: str | None) -> None:

@@ -1,17 +1,22 @@
-"""Starts a command of this package once a rank on this machine: one thread each, with or without a limited link."""
+"""Starts a command of this package once a rank on this machine: one thread each, with or without a limited link.
+
+    python -m mindspeed_chunk.tools.ranks LAUNCHER MODULE [ARGUMENT...]
+
+is how `launch` starts a rank: `python -m MODULE ARGUMENT...`, which ends with the process LAUNCHER.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NoReturn
 
 from mindspeed_chunk.tools.link import limited_link
 
@@ -19,7 +24,7 @@ _GRACE_S = 10.0
 _POLL_S = 0.05
 # in a namespace, torch warns once a connection that an address has no name
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-_LAUNCHER = "MINDSPEED_CHUNK_LAUNCHER"  # its process id, for the ranks
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,12 +33,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def end_with_launcher() -> None:
-    """Have Linux end this rank when the process that started it by `launch` is gone, in whatever way."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher and sys.platform == "linux":
+def end_with(parent: int) -> None:
+    """Have Linux end this process when its parent is gone, in whatever way."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # gone before it was asked for
+        if os.getppid() != parent:  # gone before it was asked for
             os._exit(1)
 
 
@@ -55,8 +59,9 @@ def launch(
 ) -> int:
     """Run `python -m module *arguments` on every rank and wait for all of them.
 
-    When a rank fails, the others get some seconds to end by themselves; then they are ended. So are all when this
-    process is told to end; when it is killed, those of a module that calls `end_with_launcher` end, too.
+    When a rank fails, the others get some seconds to end by themselves; then they are ended. A request to end (Ctrl-C,
+    SIGTERM, SIGHUP) ends all at once, takes the links down and raises SystemExit. When this process is killed, the
+    ranks end, too, and the next link takes down those of this one.
 
     Args:
         rate: of the link between the ranks, or None for this machine's own.
@@ -70,61 +75,60 @@ def launch(
     """
     places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
     places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
-    with _told_to_end(), places as found, reserved_port() as port:
-        processes = _start(module, arguments, found, {"MASTER_PORT": str(port), **(environment or {})})
+    command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+    processes: list[subprocess.Popen] = []
+    with _requests_held() as answer_requests, places as found, reserved_port() as port:
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+        }
+        shared |= environment or {}
         try:
-            return _wait(processes)
+            for rank, (prefix, extra) in enumerate(found):
+                answer_requests()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **extra}
+                processes.append(subprocess.Popen([*prefix, *command], env={**_QUIET, **os.environ, **shared, **own}))
+            return _wait(processes, answer_requests)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+                process.kill()
+            for process in processes:
+                process.wait()
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
-    """A request to end leaves the block by an exception, as Ctrl-C does, and so takes down what it has set up."""
+def _requests_held() -> Iterator[Callable[[], None]]:
+    """Requests to end wait until the function that this yields is called, or the block ends; then SystemExit is raised.
 
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
+    So none is lost, and none, the first or a later one, interrupts what sets up or takes down. Processes that are
+    started in the block inherit that they wait: Ctrl-C at a terminal reaches them, too, but this process answers it.
+    What is ignored already, as SIGHUP is under nohup, stays ignored.
+    """
+    received: list[int] = []
+    before = {each: handler for each in _REQUESTS if (handler := signal.getsignal(each)) != signal.SIG_IGN}
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
-    for each, handler in before.items():
-        if handler != signal.SIG_IGN:  # under nohup the run goes on
-            signal.signal(each, leave)
+    def answer() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        if received:
+            raise SystemExit(128 + received[0])
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, before)
+    for each in before:
+        signal.signal(each, lambda number, frame: received.append(number))
     try:
-        yield
+        yield answer
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         for each, handler in before.items():
             signal.signal(each, handler)
+        if received:
+            raise SystemExit(128 + received[0])
 
 
-def _start(
-    module: str,
-    arguments: Sequence[str],
-    places: list[tuple[list[str], dict[str, str]]],
-    environment: Mapping[str, str],
-) -> list[subprocess.Popen]:
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(len(places)),
-        "OMP_NUM_THREADS": "1",
-        _LAUNCHER: str(os.getpid()),
-        **environment,
-    }
-    processes = []
-    answer = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ranks inherit: Ctrl-C is this process's to answer
-    try:
-        for rank, (prefix, extra) in enumerate(places):
-            command = [*prefix, sys.executable, "-m", module, *arguments]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env={**_QUIET, **os.environ, **shared, **own, **extra}))
-    finally:
-        signal.signal(signal.SIGINT, answer)
-    return processes
-
-
-def _wait(processes: list[subprocess.Popen]) -> int:
+def _wait(processes: list[subprocess.Popen], answer_requests: Callable[[], None]) -> int:
     code, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
@@ -135,3 +139,17 @@ def _wait(processes: list[subprocess.Popen]) -> int:
         if None not in codes or time.monotonic() > deadline:
             return code
         time.sleep(_POLL_S)
+        answer_requests()
+
+
+def _main() -> None:
+    """The life of a rank."""
+    end_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher answers it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -31,14 +31,13 @@ from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_opt
 from mindspeed_chunk.tools.bench_report import wide_console
 from mindspeed_chunk.tools.link import LinkError
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.ranks import end_with_launcher, is_rank, launch
+from mindspeed_chunk.tools.ranks import is_rank, launch
 from mindspeed_chunk.tools.trace_record import Record, summarise
 
 _WARM_UP, _MOST_CALLS = 2, 1000
 
 
 def main() -> int:
-    end_with_launcher()
     parser = _parser()
     options = parser.parse_args()
     if is_rank():

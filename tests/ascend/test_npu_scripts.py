@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from launcher import run_ranks, torchrun
+from launcher import HANG_S, run_ranks, torchrun
 
 CI = Path(__file__).parents[2] / "ci"
 
 
 def run(*command, **environment):
     environment = {**os.environ, "PYTHONPATH": str(CI.parent), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
 
 
 def test_without_an_npu_it_says_why_it_does_nothing(tmp_path):

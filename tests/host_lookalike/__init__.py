@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from launcher import DUMP_S, NOT_HANDED_ON, POLL_S, Fresh, first_environment, zygote
+from launcher import DUMP_S, HANG_S, NOT_HANDED_ON, POLL_S, Fresh, first_environment, zygote
 from mindspeed_chunk.tools.ranks import reserved_port
 from zygote import stop
 
@@ -117,9 +117,7 @@ def environment(flavour, *before, **extra):
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def launch(
-    flavour, config, *arguments, ranks=2, before=(), through=(), timeout=60, grace=None, fork=False, own=(), **extra
-):
+def launch(flavour, config, *arguments, ranks=2, before=(), through=(), grace=None, fork=False, own=(), **extra):
     """Run the trainer's script on each rank as torchrun does; return the finished processes in rank order.
 
     config: the path of the yaml, or a list of one for each rank.
@@ -149,8 +147,8 @@ def launch(
                         variables = environment(flavour, *before, **place)
                         command = [sys.executable, *through, *words[rank]]
                         started.append(Fresh(command, env=variables, start_new_session=True, **streams))
-            if not _wait(started, timeout, grace):
-                raise TimeoutError(f"still running after {timeout} s:\n{_dump(started, outputs)}")
+            if not _wait(started, grace):
+                raise TimeoutError(f"still running after {HANG_S} s:\n{_dump(started, outputs)}")
         finally:
             codes = stop(started)
         texts = [[path.read_text() for path in paths] for paths in outputs]
@@ -162,9 +160,9 @@ def _fork(rank, words, path, variables, streams):
     return zygote(rank).fork(call, variables, descriptors, THIRD_PARTY, [*map(str, path)])
 
 
-def _wait(processes, timeout, grace):
+def _wait(processes, grace):
     """Whether all have ended in time, or one has and the others have had their grace."""
-    end, stopped = time.monotonic() + timeout, False
+    end, stopped = time.monotonic() + HANG_S, False
     while not all(ended := [process.ended() for process in processes]):
         if any(ended) and grace is not None and not stopped:
             end, stopped = time.monotonic() + grace, True
@@ -195,7 +193,7 @@ def run_script(words):
             time.sleep(0.5)
 
 
-def run_code(flavour, code, *before, timeout=60, **extra):
+def run_code(flavour, code, *before, **extra):
     """Run Python text in one fresh process that finds the flavour; return what it printed. Fails if it fails."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     answer = subprocess.run(
@@ -203,7 +201,7 @@ def run_code(flavour, code, *before, timeout=60, **extra):
         env=environment(flavour, *before, **place | extra),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANG_S,
     )
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     return answer
@@ -239,12 +237,12 @@ print("told", json.dumps(told))
 """
 
 
-def read_configs(flavour, cases, timeout):
+def read_configs(flavour, cases):
     """Read each of `cases` {name: (yaml, additions to the environment)} in one fresh process, as a trainer does first.
 
     Returns {name: with what it ended, None if it did not} and the lines of stderr.
     """
-    answer = run_code(flavour, f"FLAVOUR, CASES = {flavour!r}, {cases!r}\n{READ}", timeout=timeout)
+    answer = run_code(flavour, f"FLAVOUR, CASES = {flavour!r}, {cases!r}\n{READ}")
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("told ")]
     return json.loads(line.removeprefix("told ")), answer.stderr.splitlines()
 

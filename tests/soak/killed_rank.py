@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
-from launcher import Outcome, run_ranks, torchrun
+from launcher import HANG_S, Outcome, run_ranks, torchrun
 from mindspeed_chunk.tools.environment import versions
 from soak.killed import MOMENTS, train_until_killed
 from soak.trained import write_model
 from soak.watched import Watched
 
 COMMAND = "PYTHONPATH=tests python -m soak.killed_rank"
-RUN_S = 300.0
 EXIT_S = 60.0  # for a rank that has raised to take down its interpreter, on a busy machine
 DID_NOT_EXIT = "did not exit"  # the launcher's words, of a rank that raised and yet had to be killed
 SHOWN_CHARS = 160
@@ -71,7 +70,6 @@ def _alone(fate: Fate, watched: Watched, folder: str, ranks: int, culprit: int, 
         folder,
         fate.moment,
         culprit,
-        timeout=RUN_S,
         collective_timeout=timeout,
         grace=timeout + EXIT_S,
         env=watched.environment,
@@ -96,7 +94,7 @@ def _torchrun(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with open(Path(folder) / "log", "w+", encoding="utf-8") as log:
         try:
-            code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=RUN_S).returncode
+            code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=HANG_S).returncode
         except subprocess.TimeoutExpired:
             code = 0
         ended = time.monotonic()

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from launcher import RanksFailed, run_ranks
+from launcher import HANG_S, RanksFailed, run_ranks
 
-START_S = 120.0
 GRACE_S = 2.0
 FOREVER_S = 10**6
 
@@ -73,7 +72,7 @@ class Pool:
             address = str(Path(folder) / "door")
             door.bind(address)
             door.listen(self._ranks)
-            door.settimeout(START_S)
+            door.settimeout(HANG_S)
             self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
             self._thread.start()
             pids = {}

@@ -28,7 +28,7 @@ from datetime import date
 from pathlib import Path
 from statistics import fmean
 
-from launcher import run_ranks
+from launcher import HANG_S, run_ranks
 from mindspeed_chunk.tools.environment import versions
 from soak.trained import KINDS, Plan, soak, write_model
 
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         plan = Plan(write_model(Path(folder)), options.steps, options.probe, options.sample, options.seed)
-        timeout = 120 + SECONDS_A_STEP * options.steps
+        timeout = HANG_S + SECONDS_A_STEP * options.steps
         told = run_ranks(soak, options.ranks, plan, timeout=timeout, fill_nan=False)
     record = judge(told, options.window)
     seconds = time.monotonic() - start
