@@ -44,5 +44,5 @@ def problems() -> list[str]:
     # in a checkout they stand beside the package
     if seams is not None and seams not in (os.path.join(folder, "patches") for folder in (here, os.path.dirname(here))):
         return [f"two copies are mixed: the core is {here}, its patches are {seams}; uninstall one of them"]
-    hidden = [folder for folder in found() if folder != here]
-    return [f"there are copies: {here} is used, {', '.join(hidden)} is not; remove what is not meant"] if hidden else []
+    hidden = ", ".join(folder for folder in found() if folder != here)
+    return [f"there are several copies: {here} is used, not used: {hidden}; remove what is not meant"] if hidden else []
