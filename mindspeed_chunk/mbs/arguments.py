@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from mindspeed_chunk.config import SHOWN_CHARS, ChunkMBSConfig
+from mindspeed_chunk.device import untraced
 
 logger = logging.getLogger("mindspeed_chunk")
 
@@ -288,6 +289,7 @@ class _Source(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @untraced
     def backward(ctx, _):
         return ctx.grads.take(), None
 
@@ -301,6 +303,7 @@ class _Slice(torch.autograd.Function):
         return whole.narrow(dim, start, length).clone()
 
     @staticmethod
+    @untraced
     def backward(ctx, grad):
         ctx.grads.write(grad, ctx.place)
         return None, None, None, None, None
@@ -317,5 +320,6 @@ class _Write(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @untraced
     def backward(ctx, grad):
         return grad if ctx.needs_input_grad[0] else None, grad.narrow(*ctx.place), None, None

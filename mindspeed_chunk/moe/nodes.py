@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
+from mindspeed_chunk.device import untraced
 from mindspeed_chunk.moe.executor import Backward, Call, Forward
 from mindspeed_chunk.moe.plan import PendingPlan
 
@@ -60,6 +61,7 @@ class Open(torch.autograd.Function):
         return weight_TK.new_empty(0)
 
     @staticmethod
+    @untraced
     @once_differentiable
     def backward(ctx, token_grad):
         walk = ctx.opened.take_over()
@@ -88,6 +90,7 @@ class Close(torch.autograd.Function):
         return walk.out_TH
 
     @staticmethod
+    @untraced
     @once_differentiable
     def backward(ctx, grad_TH):
         opened = ctx.opened
