@@ -16,8 +16,8 @@ import torch
 from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
-# A decorator: torch.compile traces neither the function nor what it calls. What torch.compiler.disable does, without its
-# import of torch._dynamo, which takes a second, before the first call.
+# A decorator: torch.compile traces neither the function nor what it calls. As torch.compiler.disable, which would import
+# torch._dynamo at once, and that takes a second; here the first call does.
 untraced = torch._disable_dynamo
 
 
