@@ -16,8 +16,8 @@ import torch
 from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
-# A decorator: torch.compile traces neither the function nor what it calls. As torch.compiler.disable, which would import
-# torch._dynamo at once, and that takes a second; here the first call does.
+# A decorator: torch.compile traces neither the function nor what it calls. Not torch.compiler.disable, which imports
+# torch._dynamo at once: that takes a second, and here waits for the first call.
 untraced = torch._disable_dynamo
 
 

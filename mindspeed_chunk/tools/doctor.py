@@ -97,7 +97,7 @@ def _without_patches() -> str:
     for other in copies.found():
         if Path(other, "patches").is_dir() and other != str(here):
             way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
-            return f"{here} has no patches and hides the installed {other}: {way_out}, or start elsewhere"
+            return f"{here} has no patches and hides {other}, which has: {way_out}, or start elsewhere"
     return f"mindspeed_chunk is on Python's path ({here}) but not installed: pip install it"
 
 
