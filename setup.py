@@ -29,19 +29,19 @@ setup(
         PATCHES,
         *(f"{PATCHES}.{name}" for name in find_packages("patches")),
     ],
+    py_modules=["mindspeed_chunk_autoload"],
     package_dir={PATCHES: "patches"},
     package_data={"mindspeed_chunk": ["py.typed"], PATCHES: ["README.md"]},
     install_requires=[
         "torch>=2.7.1,<2.14",
         "pyyaml",
         "packaging",
-        "wrapt",
         "rich",
     ],
     entry_points={
         "console_scripts": ["mindspeed-chunk = mindspeed_chunk.tools.__main__:main"],
         # torch calls these at the end of its own import
-        "torch.backends": ["mindspeed_chunk = mindspeed_chunk.autoload:autoload"],
+        "torch.backends": ["mindspeed_chunk = mindspeed_chunk_autoload:autoload"],
     },
     extras_require={
         "standalone": ["transformers>=5.24,<5.25", "safetensors", "numpy"],

@@ -3,7 +3,7 @@
     python ci/import_cost.py [--runs 21]
 
 Timed inside of the process, after `import torch` without entry points: the difference of two imports of torch, which
-take a hundred times longer, says more about the rest of the machine. Exits with 1 where the median is over 30 ms of
+take a hundred times longer, says more about the rest of the machine. Exits with 1 where the median is over 20 ms of
 processor time; time on the clock is printed too.
 """
 
@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-BOUND_MS = 30
+BOUND_MS = 20
 TIMED = """
 import time, torch
 from importlib.metadata import entry_points

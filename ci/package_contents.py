@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OTHERS = {"mindspeed_chunk/py.typed", "patches/README.md"}
+OTHERS = {"mindspeed_chunk_autoload.py", "mindspeed_chunk/py.typed", "patches/README.md"}
 LINK = "mindspeed_chunk/patches/"
 BUILDS = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "setup.cfg", "PKG-INFO"}
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}

@@ -1,11 +1,24 @@
 """Chunk MoE for MindSpeed-MM: the all-to-all of one chunk of tokens runs while the experts of its neighbour compute.
 
-Importing the package changes nothing and imports neither torch nor the host.
+Importing the package changes nothing and imports neither torch nor the host, nor anything else of its own: every
+`import torch` imports it.
 """
 
-from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 
 __all__ = ["ChunkMBSConfig", "ChunkMoEConfig", "ConfigError", "__version__"]
 
 # setup.py reads this line as text.
 __version__ = "0.1.0"
+
+if not TYPE_CHECKING:  # for a checker of types, a name that is not there is an error
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from mindspeed_chunk import config
+
+        return getattr(config, name)

@@ -1,20 +1,7 @@
-"""The `torch.backends` entry point, which torch calls at the end of its own import, in every process.
+"""Version 0.1.0's entry point. An editable install of it keeps this name until it is installed again."""
 
-It sets hooks on the host's modules and does nothing else. It never raises: `import torch` would fail for everybody.
-`MINDSPEED_CHUNK_DISABLE=1` turns it off, `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns off all such entry points (then
-`mindspeed_chunk.launch` does its work).
-"""
+import runpy
+from pathlib import Path
 
-import os
-import warnings
-
-
-def autoload() -> None:
-    try:
-        from mindspeed_chunk.patches import install
-
-        install()
-    except Exception as error:
-        # the folder: another copy may come before the installed one
-        package = f"the package is {os.path.dirname(__file__)}"
-        warnings.warn(f"mindspeed_chunk is not available: {type(error).__name__}: {error} ({package})", stacklevel=2)
+# by its place: such an install does not know the module's name
+autoload = runpy.run_path(str(Path(__file__).resolve().parents[1] / "mindspeed_chunk_autoload.py"))["autoload"]

@@ -16,6 +16,10 @@ import torch
 from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
+# A decorator: torch.compile traces neither the function nor what it calls. Not torch.compiler.disable, which imports
+# torch._dynamo at once: that takes a second, and here waits for the first call.
+untraced = torch._disable_dynamo
+
 
 def accelerator(device: torch.device) -> ModuleType | None:
     """The module with the streams of a device, or None for the CPU, which has none."""

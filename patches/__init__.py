@@ -1,80 +1,123 @@
 """Seams of MindSpeed-MM, one file each; installed as `mindspeed_chunk.patches`.
 
-`install()` sets post-import hooks and nothing more: a process that never imports MindSpeed-MM never runs one.
+`install()` sets post-import hooks and nothing more: a patch is imported when the host's module is, and a process that
+never imports MindSpeed-MM imports none.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from mindspeed_chunk.patches import (
-    chunk_mbs,
-    config_name,
-    cpu_device,
-    ep_chunkmoe,
-    ep_dispatcher,
-    expert_parallel,
-    features_applier,
-    parallel_state,
-    recompute,
-    row_counts,
-    settings,
-    start_checks,
-)
-from mindspeed_chunk.patches.record import Patch
+from mindspeed_chunk.patches.hooks import PostImport
 
-PATCHES: tuple[Patch, ...] = (
-    *(
-        module.PATCH
-        for module in (
-            config_name,
-            start_checks,
-            parallel_state,
-            expert_parallel,
-            ep_dispatcher,
-            ep_chunkmoe,
-            recompute,
-            chunk_mbs,
-            features_applier,
-            row_counts,
-        )
-    ),
-    *cpu_device.PATCHES,
-)
+if TYPE_CHECKING:
+    from mindspeed_chunk.patches.record import Patch
 
-_hooked = False
-_active = False
+    PATCHES: tuple[Patch, ...]
+
+_FSDP = "mindspeed_mm.fsdp"
+# The host's modules, and the files here that have patches for each, in the order in which they apply. All that is known
+# of a patch before the host's module is imported.
+HOOKS: dict[str, tuple[str, ...]] = {
+    f"{_FSDP}.params.parallel_args": ("config_name",),
+    f"{_FSDP}.params.argument": ("start_checks",),
+    f"{_FSDP}.distributed.parallel_state": ("parallel_state",),
+    f"{_FSDP}.distributed.expert_parallel.expert_parallel": ("expert_parallel",),
+    f"{_FSDP}.distributed.expert_parallel.ep_dispatcher": ("ep_dispatcher", "ep_chunkmoe"),
+    f"{_FSDP}.features.memory.recompute": ("recompute",),
+    f"{_FSDP}.features.communication.chunk_mbs": ("chunk_mbs",),
+    f"{_FSDP}.features.apply_features": ("features_applier",),
+    f"{_FSDP}.distributed.expert_parallel.comm": ("row_counts",),
+    f"{_FSDP}.utils.device": ("cpu_device",),
+    f"{_FSDP}.features.memory.async_offload": ("cpu_device",),
+    f"{_FSDP}.features.memory.grad_offload": ("cpu_device",),
+}
+
+_hooks: PostImport | None = None
+_broken = False
 
 
 def install() -> None:
     """Apply each patch when, or if, the host's module is imported; again does no harm."""
-    global _hooked, _active
-    if _active or settings.disabled():
+    global _hooks
+    from mindspeed_chunk.patches import settings
+
+    if _hooks is not None or _broken or settings.disabled():
         return
-    _active = True
-    if not _hooked:  # hooks cannot be unset, so they are set once and look at `_active`
-        _hooked = True
-        import wrapt
+    _hooks = PostImport(HOOKS, _on_import)
+    sys.meta_path.insert(0, _hooks)
+    for name in HOOKS:
+        if name in sys.modules:
+            _on_import(name, sys.modules[name])
 
-        for patch in PATCHES:
-            wrapt.register_post_import_hook(partial(_on_import, patch), patch.module)
-    else:
-        import sys
 
-        for patch in PATCHES:
-            if patch.module in sys.modules:
-                patch.on_import(sys.modules[patch.module])
+def installed() -> bool:
+    return _hooks is not None
 
 
 def remove() -> None:
     """Take every patch back; the host is as it was."""
-    global _active
-    _active = False
-    for patch in reversed(PATCHES):
+    global _hooks
+    if _hooks is not None:
+        sys.meta_path.remove(_hooks)
+        _hooks = None
+    imported = [name for name in _files() if f"{__name__}.{name}" in sys.modules]
+    for patch in reversed(_records(imported)):
         patch.take_back()
 
 
-def _on_import(patch: Patch, module: ModuleType) -> None:
-    if _active:
-        patch.on_import(module)
+def _on_import(name: str, module: ModuleType) -> None:
+    """Never raises: what is wrong with a plugin must not end an import of the host."""
+    global _broken
+    if _hooks is None:
+        return
+    try:
+        _warn_of_copies()
+        for patch in _records(HOOKS[name]):
+            if patch.module == name:
+                patch.on_import(module)
+    except KeyboardInterrupt:  # of the user, who wants to stop
+        raise
+    except BaseException as error:  # a SystemExit is no Exception
+        _broken = True
+        remove()  # half of the patches could run what the yaml does not say
+        with contextlib.suppress(Exception):  # stderr may be closed
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            logging.getLogger("mindspeed_chunk").warning(
+                "mindspeed_chunk is not available: %s (the package is %s)", cause, os.path.dirname(__path__[0])
+            )
+
+
+@functools.cache
+def _warn_of_copies() -> None:
+    from mindspeed_chunk import copies
+    from mindspeed_chunk.patches.record import log_once
+
+    for problem in copies.problems():
+        log_once(logging.WARNING, f"mindspeed_chunk: {problem}")
+
+
+def _files() -> list[str]:
+    return list(dict.fromkeys(file for files in HOOKS.values() for file in files))
+
+
+def _records(files: Iterable[str]) -> tuple[Patch, ...]:
+    modules = [importlib.import_module(f"{__name__}.{file}") for file in files]
+    return tuple(patch for module in modules for patch in vars(module).get("PATCHES") or (module.PATCH,))
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """`PATCHES`, every record, in the order in which they apply, where somebody asks for them."""
+        if name != "PATCHES":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _records(_files())

@@ -32,8 +32,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self) if name == _NAME else None
 
     def exec_module(self, module: Any) -> None:
+        from mindspeed_chunk.device import untraced
+
         module.__doc__ = "Chunk MoE of mindspeed_chunk, under the published names."
-        module.ep_chunkmoe_forward = ep_chunkmoe_forward
+        module.ep_chunkmoe_forward = untraced(ep_chunkmoe_forward)
         module.batched_pre_dispatch_metadata = batched_pre_dispatch_metadata
 
 

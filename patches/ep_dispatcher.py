@@ -59,8 +59,11 @@ def _take_back() -> None:
 
 
 def _routed(original: Callable) -> Callable:
+    from mindspeed_chunk.device import untraced
+
     signature = inspect.signature(original)
 
+    @untraced
     @functools.wraps(original)
     def ep_forward(*args, **kwargs):
         activation = kwargs.pop("activation_fn", None)  # Wan2.2's name for it, which the host's function does not take

@@ -5,6 +5,7 @@ Nothing heavy is imported here or by any patch at its top: the hooks are set whi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -91,7 +92,8 @@ class Patch:
 def log_once(level: int, message: str) -> None:
     """On rank 0, as far as the launcher's environment tells."""
     if os.environ.get("RANK", "0") == "0":
-        logger.log(level, message)
+        with contextlib.suppress(Exception):  # of a handler: stderr may be closed, and this is the host's import
+            logger.log(level, message)
 
 
 def signature_of(function: Callable) -> str:

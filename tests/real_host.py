@@ -208,12 +208,11 @@ def import_host():
 
 
 def hook_cpu_patches():
-    import wrapt
-
     from mindspeed_chunk.patches import cpu_device
+    from mindspeed_chunk.patches.hooks import PostImport
 
-    for patch in cpu_device.PATCHES:
-        wrapt.register_post_import_hook(patch.on_import, patch.module)
+    patches = {patch.module: patch for patch in cpu_device.PATCHES}
+    sys.meta_path.insert(0, PostImport(patches, lambda name, module: patches[name].on_import(module)))
 
 
 def run(folder, configs, timeout, environ):

@@ -14,6 +14,7 @@ import mindspeed_chunk
 import real_host
 from json_records import assert_record
 from launcher import HANG_S
+from mindspeed_chunk import copies
 from mindspeed_chunk.patches import config_name, cpu_device, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
@@ -204,16 +205,16 @@ def test_autoload_off_names_the_launcher(host):
 
 
 def test_package_without_patches_names_what_it_hides(tmp_path, monkeypatch):
-    monkeypatch.setattr(mindspeed_chunk, "__file__", str(tmp_path / "checkout" / "mindspeed_chunk" / "__init__.py"))
+    monkeypatch.setattr(copies, "__file__", str(tmp_path / "checkout" / "mindspeed_chunk" / "copies.py"))
     monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])  # an editable install has a finder there
     here = tmp_path / "checkout" / "mindspeed_chunk"
     assert doctor._without_patches().endswith(f"({here}) but not installed: pip install it")
 
-    metadata = "Metadata-Version: 2.1\nName: mindspeed_chunk\nVersion: 0.1.0\n"
-    files = {"mindspeed_chunk-0.1.0.dist-info/METADATA": metadata, "mindspeed_chunk/patches/__init__.py": ""}
+    files = {"mindspeed_chunk/__init__.py": "", "mindspeed_chunk/patches/__init__.py": ""}
     monkeypatch.setattr(sys, "path", [str(write(tmp_path / "site", files))])
     told = doctor._without_patches()
-    assert told.startswith(f"{here} has no patches and hides the installed {tmp_path / 'site' / 'mindspeed_chunk'}: ")
+    assert told.startswith(f"{here} has no patches and hides {tmp_path / 'site' / 'mindspeed_chunk'}, which has: ")
     assert f"take {here.parent} out of PYTHONPATH" in told
 
 

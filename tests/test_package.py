@@ -26,7 +26,7 @@ LAYERS = {
 BASE_LAYER = 2
 # What patches use of the packages below them: algorithms stand behind these doors.
 DOORS = (
-    "config consistency device dist model_config ops patches "
+    "config consistency copies device dist model_config ops patches "
     "moe.checks moe.dispatcher moe.replay moe.shared_expert mbs.block mbs.checks"
 ).split()
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")

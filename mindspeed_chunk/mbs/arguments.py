@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from mindspeed_chunk.config import ChunkMBSConfig
+from mindspeed_chunk.device import untraced
 from mindspeed_chunk.mbs.checks import PACKED, VISUAL_ROWS
 from mindspeed_chunk.wording import shown
 
@@ -337,6 +338,7 @@ class _Source(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @untraced
     def backward(ctx, _):
         return ctx.grads.take(), None
 
@@ -350,6 +352,7 @@ class _Slice(torch.autograd.Function):
         return whole.narrow(dim, start, length).clone()
 
     @staticmethod
+    @untraced
     def backward(ctx, grad):
         ctx.grads.write(grad, ctx.place)
         return None, None, None, None, None
@@ -366,5 +369,6 @@ class _Write(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @untraced
     def backward(ctx, grad):
         return grad if ctx.needs_input_grad[0] else None, grad.narrow(*ctx.place), None, None

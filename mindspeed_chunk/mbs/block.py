@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
-from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.device import HostCopy, untraced
 from mindspeed_chunk.dist import all_gather
 from mindspeed_chunk.mbs.arguments import CannotCut, Cut, Cutter, Joined, pair_up
 from mindspeed_chunk.mbs.checks import BLOCKS
@@ -59,6 +59,7 @@ class ChunkMBS:
         if self._first is None:
             self._first = name
 
+        @untraced
         @functools.wraps(forward)
         def chunked(*args: Any, **kwargs: Any) -> Any:
             cut = self._cut(name, cutter, args, kwargs)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_chunk.device import CopyLane, host_buffer
+from mindspeed_chunk.device import CopyLane, host_buffer, untraced
 from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
@@ -61,6 +61,7 @@ class ActivationOffload:
         """The module's forward, with what it saves offloaded."""
         forward = module.forward
 
+        @untraced
         @functools.wraps(forward)
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -110,6 +111,7 @@ class _Group:
         if self.saved:
             self.offload._last = weakref.ref(self)
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         lane = self.offload._lane
         leaves = lane is not None and self._leaves(tensor, lane.device)
@@ -247,6 +249,7 @@ def _check_version(name: str, tensor: torch.Tensor, version: int) -> None:
         )
 
 
+@untraced
 def _unpack(packed: _Kept | _Saved) -> torch.Tensor:
     return packed.unpack()
 

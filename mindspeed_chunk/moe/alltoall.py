@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mindspeed_chunk.device import HostCopy
+from mindspeed_chunk.device import HostCopy, untraced
 from mindspeed_chunk.dist import all_gather, all_to_all, group_rank
 from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
 from mindspeed_chunk.moe.reference import swiglu
@@ -90,6 +90,7 @@ class _Exchange(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
+    @untraced
     def backward(ctx, grad):
         # through the node again, so that a second derivative has its exchange, too
         return _Exchange.apply(grad, *ctx.splits, ctx.group, "backward"), None, None, None, None

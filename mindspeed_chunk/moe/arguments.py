@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mindspeed_chunk.device import untraced
 from mindspeed_chunk.dist import group_size
 from mindspeed_chunk.moe.activation import trainable_parameters
 from mindspeed_chunk.moe.experts import Needs
@@ -156,6 +157,7 @@ class Dispatcher(ABC):
             raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
         self.weight_layout = weight_layout
 
+    @untraced
     def __call__(
         self,
         num_experts: int,

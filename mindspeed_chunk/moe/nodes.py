@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_chunk.device import untraced
 from mindspeed_chunk.moe.executor import Backward, Call, Forward
 from mindspeed_chunk.moe.plan import PendingPlan
 
@@ -96,6 +97,7 @@ class Open(torch.autograd.Function):
         return weight_TK.new_empty(0)
 
     @staticmethod
+    @untraced
     @first_order
     def backward(ctx, token_grad):
         walk = ctx.opened.take_over()
@@ -124,6 +126,7 @@ class Close(torch.autograd.Function):
         return walk.out_TH
 
     @staticmethod
+    @untraced
     @first_order
     def backward(ctx, grad_TH):
         opened = ctx.opened

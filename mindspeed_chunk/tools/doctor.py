@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mindspeed_chunk
+from mindspeed_chunk import copies
 from mindspeed_chunk.tools import environment, host_probe
 from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser
@@ -23,7 +21,7 @@ _PLACEHOLDER = "a placeholder of a package index, or a version without FSDP2; un
 
 def main() -> int:
     options = _options()
-    if importlib.util.find_spec("mindspeed_chunk.patches") is None:
+    if copies.patches() is None:
         print(_without_patches(), file=sys.stderr)
         return 1
     if options.markdown:
@@ -78,6 +76,7 @@ def examine() -> dict:
             patch["state"] = READY if patch["state"] == APPLIED else patch["state"]
     report = {
         "versions": environment.versions(),
+        "package": probed.get("package", host_probe.package()),
         "places": probed.get("places", {}),
         "host": probed.get("host"),
         "autoload": {"on": autoload, "torch_calls_it": called, "entry_point": environment.entry_point_installed()},
@@ -87,7 +86,7 @@ def examine() -> dict:
         "backends": probed.get("backends", []),
         "chunkmoe": _chunkmoe(probed.get("host")),
     }
-    report["notes"] = _notes(report)
+    report["notes"] = [*probed.get("copies", copies.problems()), *_notes(report)]
     report["reasons"] = _reasons(report, probed)
     report["ok"] = not report["reasons"]
     return report
@@ -95,12 +94,11 @@ def examine() -> dict:
 
 def _without_patches() -> str:
     """Why the package at hand has none: it is a part of a checkout, and may come before the installed one."""
-    here = Path(mindspeed_chunk.__file__).parent
-    for distribution in importlib.metadata.distributions(name=environment.PLUGIN):
-        installed = Path(str(distribution.locate_file(environment.PLUGIN)))
-        if (installed / "patches").is_dir() and installed.resolve() != here.resolve():
+    here = Path(copies.core())
+    for other in copies.found():
+        if Path(other, "patches").is_dir() and other != str(here):
             way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
-            return f"{here} has no patches and hides the installed {installed}: {way_out}, or start elsewhere"
+            return f"{here} has no patches and hides {other}, which has: {way_out}, or start elsewhere"
     return f"mindspeed_chunk is on Python's path ({here}) but not installed: pip install it"
 
 
@@ -247,6 +245,7 @@ def _facts(report: dict) -> list[tuple[str, str]]:
     """The upper part of the screen."""
     versions, variables, host = report["versions"], report["environment"], report["host"]
     rows = [(name, version or "not found") for name, version in versions.items() if name not in host_probe.HOMES]
+    rows += [(f"its {part}", folder or "not found") for part, folder in report["package"].items()]
     for package, name in (("mindspeed", "MindSpeed"), ("mindspeed_mm", "MindSpeed-MM")):
         place = report["places"].get(package, {})
         text = f"{place['folders'][0]} (by {place['by']})" if place.get("folders") else "not found"

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindspeed_chunk import copies
+
 HOMES = {"mindspeed": "MINDSPEED_HOME", "mindspeed_mm": "MINDSPEED_MM_HOME"}
 NO_HOST = "no host"
 UNKNOWN = "unknown"
@@ -30,28 +32,30 @@ def main() -> None:
 
 def probe() -> dict:
     """Places of the host's packages and, if torch can be imported, the state of everything that needs it."""
-    places = {package: locate(package, variable) for package, variable in HOMES.items()}
-    result: dict = {"places": places}
+    from mindspeed_chunk import patches
+    from mindspeed_chunk.patches import settings
+
+    places = {name: locate(name, variable) for name, variable in HOMES.items()}
+    result: dict = {"places": places, "package": package(), "copies": copies.problems()}
     for place in places.values():
         if place["by"] in HOMES.values():
             sys.path.insert(0, str(Path(place["folders"][0]).parent))
+    os.environ.pop(settings.DISABLE, None)  # what would happen if it were on is asked for, too
     try:
         import torch
     except Exception as error:
         result["torch_error"] = _line(error)
         return result
-    result["autoloaded"] = "mindspeed_chunk.patches" in sys.modules  # before anything below imports it
+    result["autoloaded"] = patches.installed()
     result["device"] = _device(torch)
 
     from mindspeed_chunk.ops import BACK_ENDS
-    from mindspeed_chunk.patches import PATCHES, install, settings
 
-    os.environ.pop(settings.DISABLE, None)  # what would happen if it were on is asked for, too
-    install()
+    patches.install()
     result["backends"] = list(BACK_ENDS)
     host = places["mindspeed_mm"]
     found = host["has_fsdp"]
-    result["patches"] = [_examine(patch, found) for patch in PATCHES]
+    result["patches"] = [_examine(patch, found) for patch in patches.PATCHES]
     result["host"] = read_host(host["folders"]) if found else None
     if found and WRAPPER in getattr(torch.distributed.all_reduce, "__qualname__", ""):
         result["host"]["all_reduce_wrapper"] = "applied"
@@ -129,6 +133,11 @@ def _examine(patch: Any, host_found: bool) -> dict:
     if state == DRIFTED:
         detail = f"expected {patch.expects}, found {detail}"
     return {"name": patch.name, "module": patch.module, "target": patch.target, "state": state, "detail": detail}
+
+
+def package() -> dict[str, str | None]:
+    """Where the plugin's parts come from."""
+    return {"core": copies.core(), "patches": copies.patches()}
 
 
 def _device(torch: Any) -> str:

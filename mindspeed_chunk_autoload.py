@@ -1,0 +1,34 @@
+"""The `torch.backends` entry point, which torch calls at the end of its own import, in every process.
+
+It sets hooks on the host's modules and does nothing else. It never raises: `import torch` would fail for everybody.
+That is why it is no part of the package, whose `__init__` would run first: any other file of ours may be damaged.
+`MINDSPEED_CHUNK_DISABLE=1` turns it off, `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns off all such entry points (then
+`mindspeed_chunk.launch` does its work).
+"""
+
+import contextlib
+import os
+import sys
+
+
+def autoload() -> None:
+    if os.environ.get("MINDSPEED_CHUNK_DISABLE") == "1":
+        return
+    try:
+        from mindspeed_chunk.patches import install
+
+        install()
+    except KeyboardInterrupt:  # of the user, who wants to stop
+        raise
+    except BaseException as error:  # a SystemExit is no Exception
+        # not a warning, which may be an error; stderr may be closed, or None
+        with contextlib.suppress(Exception):
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(f"mindspeed_chunk is not available: {cause} (the package is {_folder()})\n")
+
+
+def _folder() -> str:
+    """Another copy may come before the installed one."""
+    package = sys.modules.get("mindspeed_chunk")
+    folders = list(getattr(package, "__path__", ())) or [os.path.join(os.path.dirname(__file__), "mindspeed_chunk")]
+    return folders[0]
