@@ -18,8 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_chunk import __version__
-from mindspeed_chunk.config import SHOWN_CHARS, ConfigError
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import default_store
+from mindspeed_chunk.wording import SHOWN_CHARS
 
 PATIENCE_S = 60.0
 # The rest of the time is for telling all ranks what has been found.

@@ -119,7 +119,7 @@ def shares(region: Pattern, module: Pattern) -> bool:
 
     return any(
         any(prefixes(example, [region])) or any(prefixes(name, [module])) or holds(name, example)
-        for name, example in itertools.product(region.examples(), module.examples())
+        for name, example in itertools.product(region.examples([module]), module.examples([region]))
     )
 
 
