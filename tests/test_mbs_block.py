@@ -19,6 +19,7 @@ from mindspeed_chunk.mbs.offload import ActivationOffload
 from mindspeed_chunk.observe import observe
 
 S, H, E = 7, 6, 4
+AROUND = (lambda forward: forward), (lambda forward: partial(checkpoint, forward, use_reentrant=False))
 TINY = Path(__file__).parent.parent / "examples" / "qwen3_5_35b" / "tiny"
 
 
@@ -203,7 +204,7 @@ def test_what_hooks_record_comes_out_once_a_block_in_the_order_of_the_batch(reco
     x, found = rand(5, S, H).requires_grad_(), []
     for size in (9, 2):
         recorder, blocks = Recorder(), nn.ModuleList([Block(1), Block(2)])
-        around = (lambda forward: partial(checkpoint, forward, use_reentrant=False)) if recompute else lambda f: f
+        around = AROUND[recompute]
         for i, block in enumerate(blocks):
             recorder.listen(block.router, "router")
             recorder.listen(block.fc1, "mlp")
@@ -388,9 +389,7 @@ def test_wrappers_stand_in_one_order():
         block(rand(3, 2), extra=rand(2, 1))
 
 
-@pytest.mark.parametrize(
-    "around", [lambda forward: forward, lambda forward: partial(checkpoint, forward, use_reentrant=False)]
-)
+@pytest.mark.parametrize("around", AROUND)
 def test_a_second_derivative_is_that_of_the_whole_batch(around):
     x, outer, found = rand(5, S, H).requires_grad_(), rand(5, S, H), []
     for size in (9, 2):
