@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -64,8 +63,8 @@ class Pattern:
         """Names that it matches, enough to tell which of them the others match.
 
         Of a range: its ends, and what lies next to a number in the text of another pattern, or to a number of one digit
-        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError where
-        that makes too many.
+        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError in
+        place of more than `MAX_EXAMPLES`.
         """
         told = {int(number) for other in others for number in _DIGITS.findall(other.text)}
         if any("?" in other.text for other in others):
@@ -79,11 +78,11 @@ class Pattern:
                 choices.append(sorted({part.start, part.stop - 1, *(at for at in marks if at in part)}))
             else:
                 choices.append((part,))
-        count = math.prod(map(len, choices))
-        if count > MAX_EXAMPLES:
-            rule = f"stands for too many names to compare, {count} and at most {MAX_EXAMPLES}"
-            raise ConfigError.about(self.path, self.text, rule, "write {*} in place of a range")
-        return ("".join(map(str, parts)) for parts in itertools.product(*choices))
+        for count, parts in enumerate(itertools.product(*choices)):
+            if count == MAX_EXAMPLES:
+                rule = f"stands for more than {MAX_EXAMPLES} names to compare"
+                raise ConfigError.about(self.path, self.text, rule, "write {*} in place of a range")
+            yield "".join(map(str, parts))
 
 
 def _number_ends(name: str, begin: int, numbers: range) -> Iterator[int]:

@@ -48,7 +48,8 @@ def test_output_that_cannot_be_written_is_one_line_and_2(tmp_path, unbuffered):
         ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE: 'x': must be an integer >= 0"),
         ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE: '999"),
         ({"RANK": "0"}, "WORLD_SIZE: is not set, and RANK is; start with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR: is not set, and RANK is"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR: is not set, and RANK is; start with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT: is not set, and RANK is"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2: is set, and RANK is not; start with torchrun, or unset it"),
         ({"WORLD_SIZE": "0"}, "RANK: 0: must be below WORLD_SIZE, 0"),
         (
@@ -62,7 +63,7 @@ def test_the_variables_of_a_rank_are_checked_in_one_line(variables, told, monkey
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert trainer.main([str(EXAMPLE / "tiny.yaml")]) == 2
+    assert trainer.main([str(EXAMPLE / "tiny.yaml"), f"model.model_name_or_path={EXAMPLE / 'tiny'}"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: environment variable {told}") and len(err.splitlines()) == 1
 

@@ -29,6 +29,7 @@ def main(argv=None):
         from mindspeed_chunk.standalone.prepare import open_metrics, prepare  # seconds, for transformers
 
         prepared = prepare(config)
+        _check_meeting()
         metrics = open_metrics(config) if rank == 0 else None
     except ConfigError as error:
         # A machine's first rank tells it; the others, which see the same, are stopped by torchrun while they wait.
@@ -57,9 +58,8 @@ def main(argv=None):
 def _ranks():
     """This process's rank, and how many there are, as torchrun tells them. Raises ConfigError."""
     rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
-    lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if "RANK" in os.environ and lacking:
-        raise ConfigError(f"environment variable {lacking[0]}: is not set, and RANK is; start with torchrun")
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise _lacking("WORLD_SIZE")
     if rank >= size:
         rule = f"must be below WORLD_SIZE, {size}"
         raise ConfigError.about("environment variable RANK", rank, rule, "start with torchrun")
@@ -67,6 +67,17 @@ def _ranks():
         rule = "is set, and RANK is not"
         raise ConfigError.about("environment variable WORLD_SIZE", size, rule, "start with torchrun, or unset it")
     return rank, size
+
+
+def _check_meeting():
+    """Raises ConfigError where a rank is not told where the others are."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if "RANK" in os.environ and name not in os.environ:
+            raise _lacking(name)
+
+
+def _lacking(name):
+    return ConfigError(f"environment variable {name}: is not set, and RANK is; start with torchrun")
 
 
 if __name__ == "__main__":
