@@ -21,10 +21,12 @@ def autoload() -> None:
     except KeyboardInterrupt:  # of the user, who wants to stop
         raise
     except BaseException as error:  # a SystemExit is no Exception
-        # not a warning, which may be an error; stderr may be closed, or None
+        # Not a warning, which may be an error. Past the buffer of stderr, which may be closed, or None: what it cannot write
+        # it tries again at the program's end, and changes the exit code.
         with contextlib.suppress(Exception):
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            sys.stderr.write(f"mindspeed_chunk is not available: {cause} (the package is {_folder()})\n")
+            line = f"mindspeed_chunk is not available: {cause} (the package is {_folder()})\n"
+            os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
 
 
 def _folder() -> str:

@@ -33,6 +33,7 @@ from mindspeed_chunk.tools.link import LinkError, set_rate
 from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
+from mindspeed_chunk.wording import shortened
 
 _WARM_UP = 2  # rounds
 _MOST_REPEATS = 100_000
@@ -108,9 +109,9 @@ def _unwritable(name: str, path: str | None) -> str | None:
         return None
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
-        return f"--{name} {path}: there is no folder {folder}"
+        return f"--{name} {shortened(path)}: there is no folder {shortened(folder)}"
     if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        return f"--{name} {path}: cannot be written"
+        return f"--{name} {shortened(path)}: cannot be written"
     return None
 
 

@@ -33,6 +33,7 @@ from mindspeed_chunk.tools.link import LinkError
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
 from mindspeed_chunk.tools.trace_record import Record, summarise
+from mindspeed_chunk.wording import shortened
 
 _WARM_UP, _MOST_CALLS = 2, 1000
 
@@ -72,9 +73,9 @@ def _problem(options: argparse.Namespace) -> str | None:
     except ConfigError as error:
         return str(error)
     if options.out.endswith("/") or os.path.isdir(options.out):
-        return f"--out {options.out}: is a folder; add the beginning of the files' names"
+        return f"--out {shortened(options.out)}: is a folder; add the beginning of the files' names"
     folder = os.path.dirname(options.out) or "."
-    return None if os.path.isdir(folder) else f"--out {options.out}: there is no folder {folder}"
+    return None if os.path.isdir(folder) else f"--out {shortened(options.out)}: there is no folder {shortened(folder)}"
 
 
 def _rank_main(options: argparse.Namespace) -> int:
