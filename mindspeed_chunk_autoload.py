@@ -21,8 +21,8 @@ def autoload() -> None:
     except KeyboardInterrupt:  # of the user, who wants to stop
         raise
     except BaseException as error:  # a SystemExit is no Exception
-        # Not a warning, which may be an error. Past the buffer of stderr, which may be closed, or None: what it cannot write
-        # it tries again at the program's end, and changes the exit code.
+        # Not a warning, which may be an error. Past the buffer of stderr: what that cannot write, because stderr is
+        # closed, it tries again at the program's end, and changes the exit code.
         with contextlib.suppress(Exception):
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             line = f"mindspeed_chunk is not available: {cause} (the package is {_folder()})\n"
