@@ -76,7 +76,9 @@ def _spoil(draw: random.Random, data: dict) -> None:
     """Put one mistake into what a yaml says."""
     places = [data]
     for place in places:
-        places += [each for each in place.values() if isinstance(each, dict)]
+        # each once: an earlier mistake may have put one into itself
+        inner = (each for each in place.values() if isinstance(each, dict))
+        places += [each for each in inner if not any(each is other for other in places)]
     place = draw.choice([each for each in places if each] or [data])
     word = draw.choice(list(place) or ["a"])
     kind = draw.randrange(8)
