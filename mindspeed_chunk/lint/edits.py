@@ -1,7 +1,8 @@
 """Corrections of a yaml's text, which leave every other character as it is.
 
-Each is tried on a copy, which must say exactly what was meant, in values of the right types. An edit inside of an anchor
-that others name would change more; under its right name, a key may have a value of a wrong type. Both are not made.
+Each is tried on a copy, which must say exactly what was meant, in values of the right types. An edit inside of an
+anchor that others name would change more; under its right name, a key may have a value of a wrong type. Both are not
+made.
 """
 
 from __future__ import annotations
