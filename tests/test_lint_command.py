@@ -136,6 +136,15 @@ def test_a_copy_is_corrected_and_the_original_is_not(run, tmp_path):
     assert "no file written" in run(CLEAN, "--fix")[1] and not copy.exists()
 
 
+def test_a_key_whose_right_name_would_have_a_value_of_a_wrong_type_is_not_corrected(run, tmp_path):
+    code, out, err = run(
+        spoilt(("moe_num_chunks: 4", 'moe_num_chunk: "4"'), ("hook_modules:", "hook_module:")), "--fix"
+    )
+    assert code == 1 and err == "" and "the nearest one is moe_num_chunks" in out
+    copy = (tmp_path / "config.fixed.yaml").read_text(encoding="utf-8")
+    assert 'moe_num_chunk: "4"' in copy and "hook_modules:" in copy
+
+
 def test_the_original_is_written_only_by_its_name(run, tmp_path):
     path = tmp_path / "config.yaml"
     assert json.loads(run(MISSPELT, "--json", "--fix", str(path))[1])["fixed"] == str(path)

@@ -1,7 +1,8 @@
 """Corrections of a yaml's text, which leave every other character as it is.
 
-Each is tried on a copy, which must say exactly what was meant: an edit inside of an anchor that others name would
-change more, and is not made.
+Each is tried on a copy, which must say exactly what was meant, in values of the right types. An edit inside of an
+anchor that others name would change more; under its right name, a key may have a value of a wrong type. Both are not
+made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import yaml
 
-from mindspeed_chunk.lint.document import Document, Unreadable
+from mindspeed_chunk import keys
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.lint.document import Document
 
 _LINE_END = re.compile(r"\r?\n|$")
 
@@ -99,9 +102,10 @@ def apply(document: Document, edit: Edit) -> Document | None:
             parent = parent[segment]
         edit.on_data(parent, key)
         made = Document(edit.on_text(document), document.name)
+        keys.read(made.data)
         return made if made.data == meant else None
-    # no such place, or text that says something else
-    except (KeyError, IndexError, TypeError, AttributeError, Unreadable):
+    # no such place, text that says something else, or a value of a wrong type
+    except (KeyError, IndexError, TypeError, AttributeError, ConfigError):
         return None
 
 

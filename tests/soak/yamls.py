@@ -168,7 +168,9 @@ def main(argv: list[str] | None = None) -> int:
                     break
     told = ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
     longest = ", ".join(f"{reader} {took:.2f} s" for reader, took in sorted(slowest.items()))
-    print(f"seed {options.seed}: {len(numbers)} yamls from {len(texts)}, {failed} failed; {told}; at most: {longest}")
+    print(
+        f"seed {options.seed}: {len(numbers)} yamls from {len(set(texts))}, {failed} failed; {told}; at most: {longest}"
+    )
     return int(failed > 0)
 
 
