@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from host_lookalike import ranks as host
 from launcher import run_ranks
 from layer import Case, Layer
 from mindspeed_chunk.config import ChunkMBSConfig
@@ -191,3 +192,21 @@ def on_ranks(rank, world_size, kind, what):
 @pytest.mark.parametrize("kind, what", [("plain", "model"), ("plain", "step"), ("shared expert", "model")])
 def test_on_two_ranks(kind, what):
     run_ranks(on_ranks, 2, kind, what, timeout=TIMEOUT_S)
+
+
+def in_the_host(rank, world_size):
+    """The difference that torch.compile of the host's block makes, by name, and where its graphs come from."""
+    host.start("master")
+    ep_plan = host.plan("chunkmoe", moe_num_chunks=2)
+    backend, expected = Graphs(), host.run(host.build("qwen3_5_moe", ep_plan))
+    block = host.build("qwen3_5_moe", ep_plan)
+    block.compile(backend=backend)
+    found = host.run(block)
+    return [name for name in expected if not torch.equal(expected[name], found[name])], backend.traces
+
+
+def test_the_hosts_block_is_compiled_around_the_layer():
+    pytest.importorskip("pydantic")
+    for differing, traces in run_ranks(in_the_host, 2, timeout=TIMEOUT_S):
+        assert differing == [] and traces
+        assert not [trace for trace in traces if "mindspeed_chunk/" in trace or "ep_dispatcher" in trace]
