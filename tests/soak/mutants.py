@@ -76,7 +76,8 @@ def _spoil(draw: random.Random, data: dict) -> None:
     """Put one mistake into what a yaml says."""
     places = [data]
     for place in places:
-        places += [each for each in place.values() if isinstance(each, dict)]
+        inside = [each for each in place.values() if isinstance(each, dict)]
+        places += [each for each in inside if all(each is not known for known in places)]  # one may hold itself
     place = draw.choice([each for each in places if each] or [data])
     word = draw.choice(list(place) or ["a"])
     kind = draw.randrange(8)
