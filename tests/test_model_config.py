@@ -101,13 +101,13 @@ def test_a_model_that_this_machine_cannot_hold_is_one_line(tmp_path):
 
 PLANNED = {
     "interval": ({"text_config.layer_types": None, "text_config.full_attention_interval": 0},
-                 "text_config.full_attention_interval: 0: must be an integer >= 1"),
-    "no list": ({"text_config.layer_types": 5}, "its layer_types must be 4 of linear_attention and full_attention"),
-    "odd list": ({"text_config.layer_types": [[], {}, 1, None]}, "its layer_types must be 4 of"),
+                 "text_config.full_attention_interval: 0: must be an integer of at least 1 and at most 1000;"),
+    "no list": ({"text_config.layer_types": 5}, "layer_types: 5: must be a list of 4 (num_hidden_layers), each"),
+    "odd list": ({"text_config.layer_types": [[], {}, 1, None]}, "must be a list of 4 (num_hidden_layers), each"),
     "text": ({"text_config": 5}, "text_config: 5: must be a mapping"),
     "vision": ({"vision_config": [1]}, "vision_config: [1]: must be a mapping"),
-    "layers": ({"text_config.num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000: must be at most 1000"),
-    "size": ({"text_config.hidden_size": 10**30}, "must be at most 1000000000"),
+    "layers": ({"text_config.num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000: must be an integer of at least 1 and at most 1000;"),
+    "size": ({"text_config.hidden_size": 10**30}, "must be an integer of at least 1 and at most 1000000000;"),
     "brackets": ("[" * 3000, "its config.json cannot be read"),
 }  # fmt: skip
 
