@@ -166,7 +166,7 @@ def test_yamls_with_mistakes_are_refused_in_one_line(capsys):
     [
         (lambda *arguments: 1 // 0, "ZeroDivisionError"),
         (lambda *arguments: bytearray(10**9), "MemoryError"),
-        (lambda *arguments: sum(range(10**12)), "still at work after"),
+        (lambda *arguments: all(True for _ in iter(int, 1)), "still at work after"),
     ],
 )
 def test_a_reader_that_fails_in_another_way_is_found(tmp_path, monkeypatch, fault, told):
