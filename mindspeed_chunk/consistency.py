@@ -144,7 +144,8 @@ def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answer
         parts.append("start all ranks with the same yaml, arguments, environment and version of the plugin")
     if silent:
         told = f"{_names(silent)}: no answer within {answers_s:.0f} s"
-        parts.append(f"{told}: install the plugin there, and unset what turns it off (MINDSPEED_CHUNK_DISABLE)")
+        cure = "start all ranks at the same time, install the plugin there, unset what turns it off"
+        parts.append(f"{told}: {cure} (MINDSPEED_CHUNK_DISABLE)")
     return "; ".join(parts)
 
 
@@ -163,7 +164,7 @@ def _difference(key: str, groups: list[tuple[Settings, list[int]]]) -> str:
 
 def _shown(values: list[Any]) -> list[str]:
     """Each as Python writes it, long ones cut; of lists only what is not in all of them, for names fill many a line."""
-    texts = [_NOT_SET if value is _NOT_SET else repr(value) for value in values]
+    texts = [repr(value) if value not in (_NOT_SET, "") else _NOT_SET for value in values]
     if all(isinstance(value, list) for value in values):
         own = [[item for item in value if not all(item in other for other in values)] for value in values]
         if any(own):

@@ -7,6 +7,7 @@ import io
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ def write(path: Path, content: str | bytes, argument: str) -> None:
 
     Raises ConfigError about the `argument`; the file is as it was then.
     """
-    data = content.encode() if isinstance(content, str) else content
     try:
+        data = content.encode() if isinstance(content, str) else content
         target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():
+        if path.exists() and (stream := _stream_of(path)):
+            stream.flush()
+            with os.fdopen(os.dup(stream.fileno()), "wb") as file:
+                file.write(data)
+        elif target.exists() and not target.is_file():
             with target.open("wb") as file:
                 file.write(data)
         else:
@@ -70,10 +75,19 @@ def _beside(target: Path) -> Iterator[tuple[Path, int]]:
         temporary.unlink(missing_ok=True)
 
 
+def _stream_of(path: Path) -> Any:
+    """This program's own output, if that is what goes into the file: what it prints later must get there, too."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+            if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+                return stream
+    return None
+
+
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems do not sync folders, and the file is in place
+    with contextlib.suppress(OSError):  # not every folder can be read, or synced, and the file is in place
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)

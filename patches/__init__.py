@@ -43,6 +43,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 _hooks: PostImport | None = None
 _broken = False
+_met: list[Patch] = []  # patches whose module the host has imported, in that order
 
 
 def install() -> None:
@@ -67,11 +68,12 @@ def remove() -> None:
     """Take every patch back; the host is as it was."""
     global _hooks
     if _hooks is not None:
-        sys.meta_path.remove(_hooks)
+        with contextlib.suppress(ValueError):  # somebody else took it out
+            sys.meta_path.remove(_hooks)
         _hooks = None
-    imported = [name for name in _files() if f"{__name__}.{name}" in sys.modules]
-    for patch in reversed(_records(imported)):
-        patch.take_back()
+    with contextlib.ExitStack() as last_first:  # each of them, whatever becomes of the others
+        while _met:
+            last_first.callback(_met.pop(0).take_back)
 
 
 def _on_import(name: str, module: ModuleType) -> None:
@@ -83,12 +85,14 @@ def _on_import(name: str, module: ModuleType) -> None:
         _warn_of_copies()
         for patch in _records(HOOKS[name]):
             if patch.module == name:
+                _met.append(patch)
                 patch.on_import(module)
     except KeyboardInterrupt:  # of the user, who wants to stop
         raise
     except BaseException as error:  # a SystemExit is no Exception
         _broken = True
-        remove()  # half of the patches could run what the yaml does not say
+        with contextlib.suppress(Exception):
+            remove()  # half of the patches could run what the yaml does not say
         with contextlib.suppress(Exception):  # stderr may be closed
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             logging.getLogger("mindspeed_chunk").warning(

@@ -37,9 +37,12 @@ class _Loader:
         self._loader, self._then = loader, then
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def exec_module(self, module: Any) -> None:
+        name = module.__spec__.name
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._then(module.__spec__.name, module)
+        self._then(name, module)

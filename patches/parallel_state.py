@@ -110,10 +110,9 @@ def _resolved(arguments: Any) -> dict[str, Any]:
         if names[-1].endswith("_rank") or any(name.startswith("_") for name in names):
             del values[key]
     for plan, config in ((moe_checks.PLAN, ChunkMoEConfig), (mbs_checks.PLAN, ChunkMBSConfig)):
-        for field in dataclasses.fields(config):
-            default = list(field.default) if isinstance(field.default, tuple) else field.default
-            if values.get(key := f"{plan}.{field.name}") == default:
-                values.pop(key, None)  # as if it was not set: no version of the host knows all of our keys
+        for field in dataclasses.fields(config):  # no version of the host knows all of our keys
+            if values.get(key := f"{plan}.{field.name}") is None:
+                values[key] = list(field.default) if isinstance(field.default, tuple) else field.default
     if arguments.parallel.ep_plan.dispatcher == moe_checks.NAME:
         values[settings.DISPATCHER] = settings.host_dispatcher_chosen()
     if features.get("enable_chunk_mbs"):

@@ -24,6 +24,7 @@ DAMAGES = {
     "exits": ("raise SystemExit(3)\n", "SystemExit: 3"),
     "interrupts": ("class Stop(BaseException): pass\nraise Stop\n", "Stop"),
     "missing": (None, "ImportError"),
+    "blank": ("", "has no attribute 'PATCH'"),
 }
 
 
@@ -54,7 +55,7 @@ def test_a_sound_package_says_nothing_and_imports_no_requirement(package):
     assert answer.stderr == "" and "mindspeed_chunk.patches" in answer.stdout.split()
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGES if kind != "blank"])
 def test_whatever_a_file_does_is_one_line_also_where_warnings_are_errors(package, kind):
     text, told = DAMAGES[kind]
     damage(package, "patches/__init__.py", text)
@@ -121,7 +122,13 @@ assert not [finder for finder in sys.meta_path if type(finder).__module__.starts
 
 
 @pytest.mark.parametrize(
-    "file, kind", [("config.py", "cut off"), ("patches/start_checks.py", "exits"), ("patches/record.py", "interrupts")]
+    "file, kind",
+    [
+        ("config.py", "cut off"),
+        ("patches/start_checks.py", "exits"),
+        ("patches/record.py", "interrupts"),
+        *((f"patches/{name}.py", "blank") for name in ("start_checks", "config_name", "expert_parallel")),
+    ],
 )
 def test_an_import_of_the_host_goes_on_without_the_plugin(package, file, kind):
     """All patches are taken back: the name that the first of them admits would be the name of nothing."""

@@ -71,7 +71,8 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over():
     told = on_threads(dist.HashStore(), {0: (SAME, True), 2: (SAME, True)}, size=3, patience_s=2.0)
     assert 1.7 < time.monotonic() - start < 3.5
     assert set(told.values()) == {
-        f"{BEGINNING}rank 1: no answer within 2 s: install the plugin there, and unset what turns it off "
+        f"{BEGINNING}rank 1: no answer within 2 s: start all ranks at the same time, "
+        "install the plugin there, unset what turns it off "
         "(MINDSPEED_CHUNK_DISABLE)"
     }
 

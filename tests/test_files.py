@@ -175,3 +175,23 @@ def test_another_hard_link_of_what_is_replaced_keeps_the_old_content(tmp_path):
     assert fix(tmp_path, "config.yaml", "config.yaml") == (1, "")
     assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == CLEAN
     assert (tmp_path / "backup.yaml").read_text(encoding="utf-8") == MISSPELT
+
+
+@pytest.mark.parametrize("how", ["w", "a"])
+def test_what_goes_to_the_programs_own_output_stands_between_what_is_printed(tmp_path, how):
+    log = tmp_path / "log"
+    log.write_text("old\n")
+    code = (
+        "from pathlib import Path\nfrom mindspeed_chunk import files\n"
+        "print('before')\nfiles.write(Path('/dev/stdout'), 'page\\n', '--html')\nprint('after')\n"
+    )
+    with log.open(how) as stdout:
+        subprocess.run([sys.executable, "-c", code], stdout=stdout, check=True, timeout=HANG_S)
+    assert log.read_text() == ("old\n" if how == "a" else "") + "before\npage\nafter\n"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    assert piped.stdout == "before\npage\nafter\n" and piped.stderr == ""
+
+
+def test_text_that_no_file_can_hold_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="--html: .*: cannot be written: "):
+        files.write(tmp_path / "page", "\ud800", "--html")

@@ -166,11 +166,11 @@ def test_the_generator_of_the_device_is_watched_beside_the_cpus():
         return torch.rand(3, generator=own.generator).tolist() + torch.rand(2).tolist()
 
     with mock.patch.object(device, "accelerator", lambda device: own):
-        with kept.noted(0):
+        with kept.of(0):
             first = draw()
-        with kept.noted(1):
+        with kept.of(1):
             pass
-        with kept.noted(2):
+        with kept.of(2):
             third = torch.rand(3, generator=own.generator).tolist()
         behind = draw()
         with kept.again(2):
@@ -180,7 +180,7 @@ def test_the_generator_of_the_device_is_watched_beside_the_cpus():
         other = draw()
         assert other != behind  # `again` left the generators where they were
         with kept.again(0):
-            kept.pass_over_all()
+            kept.pass_over()
             assert draw() == behind
         with kept.again(1):  # drew nothing: the generators go on
             goes_on = draw()

@@ -13,7 +13,7 @@ from launcher import run_ranks
 from layer import Case, Layer, distance, recomputed
 from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.moe.replay import reroute
+from mindspeed_chunk.moe.replay import _around, replay_contexts, replayed, reroute
 from mindspeed_chunk.observe import observe
 
 
@@ -171,6 +171,26 @@ def test_a_parameter_that_an_activation_hides_is_refused_in_a_reentrant_checkpoi
     leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
     with pytest.raises(ValueError, match="gradient would be lost"):
         recomputed(lambda x: layer.call(dispatcher, {**leaves, "x": x}), leaves["x"], reentrant=True)
+
+
+def test_what_replayed_has_made_belongs_to_one_checkpoint_call():
+    layer = Layer(Case(chunks=2))
+    dispatcher = ChunkMoEDispatcher(layer.case.config())
+    leaves = layer.leaves({"x": layer.x, "weight": layer.weight, "fc1": layer.fc1_EHF, "fc2": layer.fc2_EIH})
+    block = replayed(lambda x: layer.call(dispatcher, {**leaves, "x": x}))
+    checkpoint(block, leaves["x"], use_reentrant=True).backward(layer.grad)
+    with pytest.raises(RuntimeError, match="belongs to one checkpoint call"):
+        checkpoint(block, leaves["x"], use_reentrant=True)
+
+
+def test_a_context_that_is_left_late_is_current_no_longer():
+    """torch 2.7 leaves that of a failed forward when its frame is collected, perhaps inside of another one."""
+    failed, other = (replay_contexts()[0] for _ in range(2))
+    failed.__enter__()
+    other.__enter__()
+    failed.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert list(_around()) == []
 
 
 def frozen_on_one(rank, world_size):

@@ -78,6 +78,14 @@ CASES = {
         {"parallel.ep_plan.chunk_moe_keep": "input"},
         "parallel.ep_plan.chunk_moe_keep: not set on rank 0, 'input' on rank 1",
     ),
+    "a default that is on": (
+        {"features.chunkmbs_plan.chunk_infer": False},
+        "features.chunkmbs_plan.chunk_infer: True on rank 0, False on rank 1",
+    ),
+    "a default that is a number": (
+        {"parallel.ep_plan.chunk_moe_lookahead": 0},
+        "parallel.ep_plan.chunk_moe_lookahead: 1 on rank 0, 0 on rank 1",
+    ),
     "EP size": ({"parallel.expert_parallel_size": 1}, "parallel.expert_fully_shard_parallel_size: 1 on rank 0, 2 on"),
 }
 
@@ -124,7 +132,7 @@ def test_a_rank_without_the_plugin_is_named_when_the_time_is_over(tmp_path):
     own = {1: {"MINDSPEED_CHUNK_DISABLE": "1"}}
     finished = started([path] * 2, before=(tmp_path,), own=own)
     line = told(finished, (0,))
-    assert line.startswith("rank 1: no answer within 4 s: install the plugin there, ")
+    assert line.startswith("rank 1: no answer within 4 s: start all ranks at the same time, install the plugin there, ")
     assert SAME not in finished[1].stderr
 
 

@@ -46,8 +46,7 @@ class CustomActivation:
     layer's call, in the backward too, and is not called without rows.
 
     Args:
-        draws: the random numbers of this layer call.
-        recompute: the forward has filled `draws`, and this call repeats it.
+        draws: the random numbers of this layer call, and of its recomputes.
     """
 
     def __init__(
@@ -56,11 +55,8 @@ class CustomActivation:
         device: torch.device,
         width_out: int,
         draws: Draws,
-        *,
-        recompute: bool,
     ) -> None:
-        self._function, self._device, self._width_out = function, device, width_out
-        self._draws, self._recompute = draws, recompute
+        self._function, self._device, self._width_out, self._draws = function, device, width_out, draws
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     @property
@@ -71,13 +67,8 @@ class CustomActivation:
     def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:
         if fc1_RF.shape[0] == 0:
             return fc1_RF.new_empty((0, self._width_out))
-        if not self._recompute:
-            with self._draws.noted(chunk):
-                return self._apply(fc1_RF)
-        with self._draws.again(chunk):
-            activated_RI = self._apply(fc1_RF)
-        self._draws.pass_over(chunk)
-        return activated_RI
+        with self._draws.of(chunk):
+            return self._apply(fc1_RF)
 
     def _apply(self, fc1_RF: torch.Tensor) -> torch.Tensor:
         enabled, dtype = self._autocast

@@ -102,7 +102,7 @@ class ChunkMoEDispatcher(Dispatcher):
         if recalled is None:
             refuse_unreplayed()
             decided = self._plan(arguments)
-            out_TH = self._run(arguments, decided, recompute=False, output=True)
+            out_TH = self._run(arguments, decided, output=True)
             write_down(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
             return out_TH
         kept: Decided = recalled.entry
@@ -111,7 +111,7 @@ class ChunkMoEDispatcher(Dispatcher):
             settings = self._settings(arguments)
             self._agree_once("recompute", arguments.num_experts, settings, None, arguments.group, arguments.x_TH.device)
         decided = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
-        return self._run(arguments, decided, recompute=True, output=recalled.output_needed)
+        return self._run(arguments, decided, output=recalled.output_needed)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
         """The routes of a recompute. What has changed is added up on the device; the next plan brings it home.
@@ -202,14 +202,14 @@ class ChunkMoEDispatcher(Dispatcher):
             tokens = pending.merge(self._num_chunks.choose(pending.counts(), arguments, back_end))
         return Decided(pending, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
 
-    def _run(self, arguments: Arguments, decided: Decided, *, recompute: bool, output: bool) -> torch.Tensor:
+    def _run(self, arguments: Arguments, decided: Decided, *, output: bool) -> torch.Tensor:
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
             tokens=decided.tokens,
             group=arguments.group,
             ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
-            activation=self._activation(arguments, decided.draws, recompute=recompute),
+            activation=self._activation(arguments, decided.draws),
             needs=arguments.needs(),
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
@@ -224,18 +224,18 @@ class ChunkMoEDispatcher(Dispatcher):
             opened.abandon()
             raise
         if not output:
-            decided.draws.pass_over_all()
+            decided.draws.pass_over()
         out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *call.activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:
             return out_TH
         return torch.where(pad_T[:, None], arguments.x_TH, out_TH.to(arguments.x_TH.dtype))
 
-    def _activation(self, arguments: Arguments, draws: Draws, *, recompute: bool) -> SwiGLU | CustomActivation:
+    def _activation(self, arguments: Arguments, draws: Draws) -> SwiGLU | CustomActivation:
         device = arguments.x_TH.device
         if arguments.activation is None:
             return SwiGLU(ops.resolve(self.config.chunk_moe_backend, device), arguments.swiglu_limit)
-        return CustomActivation(arguments.activation, device, arguments.fc2_width, draws, recompute=recompute)
+        return CustomActivation(arguments.activation, device, arguments.fc2_width, draws)
 
     def _problem(self, arguments: Arguments) -> str | None:
         """What is wrong with a call on this rank, in one line, or None."""
@@ -258,7 +258,7 @@ class ChunkMoEDispatcher(Dispatcher):
         if module is not None and use in self._probed.setdefault(module, set()):
             return None
         probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=device)
-        activation = cast(CustomActivation, self._activation(arguments, Draws(device), recompute=False))
+        activation = cast(CustomActivation, self._activation(arguments, Draws(device)))
         error = activation.problem(probe_1F, backward_follows=grad)
         if error is None and module is not None:
             self._probed[module].add(use)

@@ -27,8 +27,13 @@ class Draws:
         self._by_chunk: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
 
     @contextmanager
-    def noted(self, chunk: int) -> Iterator[None]:
-        """Keep the states if the block draws."""
+    def of(self, chunk: int) -> Iterator[None]:
+        """The chunk's activation runs in this block: for the first time, or in a recompute, where it draws the same."""
+        if chunk in self._by_chunk:
+            with self.again(chunk):
+                yield
+            self._pass_over(chunk)
+            return
         before = generator_states(self._device)
         yield
         after = generator_states(self._device)
@@ -37,7 +42,7 @@ class Draws:
 
     @contextmanager
     def again(self, chunk: int) -> Iterator[None]:
-        """The block draws what was drawn for the chunk. Leaves the generators as they are."""
+        """The block draws what was drawn for the chunk, and leaves the generators as they are."""
         if chunk not in self._by_chunk:
             yield
             return
@@ -45,19 +50,19 @@ class Draws:
             set_generator_states(self._by_chunk[chunk][0], self._device)
             yield
 
-    def pass_over(self, chunk: int) -> None:
-        """Bring the generators from where they were before the chunk's draws to where they were behind them.
+    def pass_over(self) -> None:
+        """In a recompute without the activation: leave the generators where its forward left them."""
+        for chunk in self._by_chunk:  # in the order of the draws
+            self._pass_over(chunk)
+
+    def _pass_over(self, chunk: int) -> None:
+        """From where the generators were before the chunk's draws to where they were behind them.
 
         Elsewhere they stay: a checkpoint with `preserve_rng_state=False` draws other numbers around the layer, too.
         """
-        if chunk in self._by_chunk:
-            before, after = self._by_chunk[chunk]
-            if _equal(generator_states(self._device), before):
-                set_generator_states(after, self._device)
-
-    def pass_over_all(self) -> None:
-        for chunk in self._by_chunk:  # in the order of the draws
-            self.pass_over(chunk)
+        before, after = self._by_chunk[chunk]
+        if _equal(generator_states(self._device), before):
+            set_generator_states(after, self._device)
 
 
 @contextmanager

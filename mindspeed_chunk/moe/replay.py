@@ -16,7 +16,7 @@ T tokens here, K experts a token.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -58,6 +58,7 @@ class _Context:
         self.tape, self.replaying, self.reentrant = tape, replaying, reentrant
         self.position = 0
         self.readers: Readers | None = None
+        self.entered = False
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
@@ -65,7 +66,7 @@ class _Context:
         self.position = 0
         if not self.replaying:
             self.tape.entries.clear()
-        self.outer = _Context.current.get()
+        self.entered, self.outer = True, _Context.current.get()
         _Context.current.set(self)
 
     def __exit__(self, *exception: object) -> None:
@@ -74,9 +75,8 @@ class _Context:
             readers.__exit__(*exception)
             if exception[0] is None:
                 self.tape.read = frozenset(readers.read)
-        if _Context.current.get() is self:
-            _Context.current.set(self.outer)
-        self.outer = None
+        self.entered = False
+        _Context.current.set(next(_around(), None))
 
     def write_down(self, entry: Any, out: torch.Tensor, *, follow: bool) -> None:
         if follow:
@@ -85,6 +85,18 @@ class _Context:
                 self.readers.__enter__()
             self.readers.follow(out, len(self.tape.entries))
         self.tape.entries.append(entry)
+
+
+def _around() -> Iterator[_Context]:
+    """The contexts around this point, from the inside out.
+
+    torch 2.7 leaves that of a forward that has failed only when its frame is collected, perhaps inside of another one.
+    """
+    context = _Context.current.get()
+    while context is not None:
+        if context.entered:
+            yield context
+        context = context.outer
 
 
 def replay_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -126,35 +138,45 @@ def replay_beside(context_fn: Contexts) -> Contexts:
 def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function as a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`, must get it.
 
-    Belongs to one checkpoint call: its first call is the forward, all others are recomputes.
+    Belongs to one checkpoint call: its first call is the forward, all others are recomputes. Raises RuntimeError where
+    another one is not.
     """
     tape = _Tape()
-    contexts = [_Context(tape, replaying=True), _Context(tape, replaying=False, reentrant=True)]
+    forward = _Context(tape, replaying=False, reentrant=torch.is_grad_enabled())
+    recompute, called = _Context(tape, replaying=True), False
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Result:
-        with contexts.pop() if len(contexts) == 2 else contexts[0]:
+        nonlocal called
+        if called and not _in_backward():
+            raise RuntimeError(
+                "what `replayed` has made belongs to one checkpoint call, and was called in another forward: write "
+                "checkpoint(replayed(block), ...) where the checkpoint is called; see docs/api.md"
+            )
+        context, called = recompute if called else forward, True
+        with context:
             return function(*args, **kwargs)
 
     return run
 
 
+def _in_backward() -> bool:
+    """Whether a backward runs in this thread: torch's own checkpoint asks for its number, too, which is -1 for none."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def backward_follows() -> bool:
     """Whether the results of a forward may be differentiated: with gradients on, or in a reentrant checkpoint."""
-    context = _Context.current.get()
-    while context is not None and not context.reentrant:
-        context = context.outer
-    return context is not None or torch.is_grad_enabled()
+    return torch.is_grad_enabled() or any(context.reentrant for context in _around())
 
 
 def refuse_unreplayed() -> None:
     """Raise RuntimeError if this is a recompute that has no tape, in which routes may change without a word."""
-    # torch's own checkpoint asks this, too: the number of the backward that runs in this thread, or -1
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled() and _in_backward():
         raise RuntimeError(
             "an MoE layer is recomputed by a checkpoint that does not replay the routes of its forward, so that "
-            "gradients may be wrong: pass context_fn=mindspeed_chunk.moe.replay.replay_contexts to torch's checkpoint; "
-            "see docs/api.md"
+            "gradients may be wrong: pass context_fn=mindspeed_chunk.moe.replay.replay_contexts to torch's checkpoint, "
+            "or with use_reentrant=True give it replayed(function); see docs/api.md"
         )
 
 
@@ -163,19 +185,18 @@ def recall() -> Recalled | None:
 
     A checkpoint inside of the recomputed block gets it for its own recompute.
     """
-    context, inside = _Context.current.get(), []
-    while context is not None:
+    inside = []
+    for context in _around():
         if not context.replaying:
             inside.append(context)
-        else:
-            number, tape = context.position, context.tape
-            if number == len(tape.entries):
-                raise RuntimeError("the recompute of a checkpoint makes more MoE layer calls than its forward made")
-            context.position += 1
-            for checkpoint in inside:
-                checkpoint.tape.entries.append(tape.entries[number])
-            return Recalled(tape.entries[number], tape.read is None or number in tape.read)
-        context = context.outer
+            continue
+        number, tape = context.position, context.tape
+        if number == len(tape.entries):
+            raise RuntimeError("the recompute of a checkpoint makes more MoE layer calls than its forward made")
+        context.position += 1
+        for checkpoint in inside:
+            checkpoint.tape.entries.append(tape.entries[number])
+        return Recalled(tape.entries[number], tape.read is None or number in tape.read)
     return None
 
 
@@ -186,11 +207,7 @@ def write_down(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
         out: the layer's output.
         follow: see who reads it until the block ends.
     """
-    context, around = _Context.current.get(), []
-    while context is not None:
-        if not context.replaying:
-            around.append(context)
-        context = context.outer
+    around = [context for context in _around() if not context.replaying]
     for context in reversed(around):  # the watchers are a stack, which the outermost enters first
         context.write_down(entry, out, follow=follow)
 
