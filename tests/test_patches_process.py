@@ -113,7 +113,7 @@ def test_a_process_without_the_host_gets_hooks_and_nothing_else():
         "from mindspeed_chunk.patches import PATCHES\n"
         "ours = {name for name in sys.modules if name.startswith('mindspeed_chunk')}\n"
         "loaded = {name.partition('.')[2] for name in ours if '.patches' not in name} - {''}\n"
-        "light = {'autoload', 'config', 'model_config', 'names', 'moe', 'moe.checks', 'mbs', 'mbs.checks'}\n"
+        "light = {'autoload', 'config', 'wording', 'model_config', 'names', 'moe', 'moe.checks', 'mbs', 'mbs.checks'}\n"
         "assert loaded <= light, loaded\n"
         "assert not {'mindspeed_mm', 'pydantic', 'yaml', 'transformers'} & set(sys.modules)\n"
         "assert {patch.state for patch in PATCHES} == {'waiting'}\n"
