@@ -35,7 +35,7 @@ KINDS = SINGLE + PAIRS
 # what is inherited as ignored stays ignored: a command that is to be interrupted starts with the defaults
 WITH_DEFAULTS = ["env", "--default-signal=INT,TERM,HUP"]
 SIZES = "--tokens 16 --hidden 8 --intermediate 8 --top-k 1 --experts 6".split()
-ENDLESS = {"bench": ["--repeats", "1000000"], "trace": ["--calls", "1000000"]}
+ENDLESS = {"bench": ["--repeats", "100000"], "trace": ["--calls", "1000"]}
 LINKS = {"no link": [], "two linked": ["--link", "1gbit"], "three linked": ["--link", "1gbit", "--ranks", "3"]}
 FROM_START_S, FROM_LAUNCH_S, BETWEEN_S = 5.0, 1.0, 0.3  # the longest times that are drawn
 POLL_S = 0.005
@@ -92,7 +92,7 @@ def _wait_for_the_moment(process: subprocess.Popen, draw: random.Random) -> str:
     else:
         seconds, after = draw.uniform(0, FROM_LAUNCH_S), "launch"
         end = time.monotonic() + HANG_S
-        while not children_of(process.pid) and time.monotonic() < end:
+        while process.poll() is None and not children_of(process.pid) and time.monotonic() < end:
             time.sleep(POLL_S)
     time.sleep(seconds)
     return f"{seconds:.2f} s after its {after}"
