@@ -109,12 +109,15 @@ class _Board:
         """Whether the key is there in time. Asked for again and again: a wait of the store's own cannot be interrupted,
         and writes a warning when it ends."""
         pause_s = 0.001
-        while not self._store.check([key]):
+        while not self._has(key):
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])  # type: ignore[attr-defined,unused-ignore]  # not in torch 2.7.1's types
 
     def _read(self, answers_s: float) -> tuple[str, int]:
         """What is wrong, and how many ranks wait to hear it."""
@@ -122,7 +125,7 @@ class _Board:
         silent, waiting = [], 0
         for rank in range(self._size):
             key = f"{self._all}/rank {rank}"
-            if self._store.check([key]):
+            if self._has(key):
                 digest, waits = self._store.get(key).decode().split()
                 ranks.setdefault(digest, []).append(rank)
                 waiting += int(waits)
