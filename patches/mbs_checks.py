@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.config import FLAG, ConfigError
 from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE
 from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
@@ -20,10 +20,7 @@ from mindspeed_chunk.patches.record import APPLIED, log_once
 def check(arguments: Any) -> None:
     """Raises ConfigError. Does nothing for a configuration that does not ask for ChunkMBS."""
     features = settings.features(arguments)
-    asked = features.get("enable_chunk_mbs", False)
-    if not isinstance(asked, bool):
-        raise ConfigError.about(ENABLE, asked, "must be a boolean", "write true or false, without quotes")
-    if not asked:
+    if not FLAG.take(ENABLE, features.get("enable_chunk_mbs", False)):
         return
     importlib.import_module(features_applier.PATCH.module)
     own = _imported(chunk_mbs.PATCH.module)

@@ -11,17 +11,15 @@ from mindspeed_chunk.lint.rule import ERROR, WARNING, Problem, Rule, Subject
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME
 
 _SLIPS = 2  # letters that --fix corrects
-# "eager" and "fused" are those of MindSpeed-MM 26.0
-DISPATCHERS = ("alltoall", "allgather", "mc2", NAME, "eager", "fused")
 
 
 def _unknown(subject: Subject) -> Iterator[tuple[str, str, str]]:
     """Section, key and path of what no table of keys has."""
-    for section in (*keys.SPELT, *keys.OPEN):
+    for section in keys.PATHS:
         content = subject.get(section) if section else subject.settings
         for key in content if isinstance(content, dict) else ():
-            if isinstance(key, str) and key not in keys.keys_of(section):
-                yield section, key, f"{section}.{key}" if section else key
+            if isinstance(key, str) and key not in keys.at(section):
+                yield section, key, keys.joined(section, key)
 
 
 def _refused_anyway(subject: Subject, section: str, key: str) -> bool:
@@ -68,10 +66,11 @@ def misplaced(subject: Subject) -> Iterator[Problem]:
 
 def dispatcher(subject: Subject) -> Iterator[Problem]:
     value = subject.get(DISPATCHER, "alltoall")
-    if value not in DISPATCHERS:
-        meant = keys.near(value, DISPATCHERS)
+    rule = keys.at(DISPATCHER).lint
+    if not rule.holds(value):
+        meant = keys.near(value, keys.DISPATCHERS)
         way_out = f"the nearest one is {meant[0]}" if meant else f"{NAME}, or alltoall for the plain one"
-        error = ConfigError.about(DISPATCHER, value, f"must be one of {', '.join(DISPATCHERS)}", way_out)
+        error = ConfigError.about(DISPATCHER, value, rule.words, way_out)
         yield Problem(error, tuple(Set(DISPATCHER, name) for name in meant if len(meant) == 1))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_chunk import model_config
+from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
@@ -61,8 +61,8 @@ def effect(subject: Subject) -> Iterator[Problem]:
 
 def size(subject: Subject) -> Iterator[Problem]:
     value = subject.get(SIZE, 1)
+    yield from problems(keys.check, SIZE, value)
     if value < 1:
-        yield Problem(ConfigError.about(SIZE, value, "must be an integer >= 1", "write 1 for no expert parallelism"))
         return
     if subject.world is not None:
         yield from problems(checks.check_ranks, value, subject.world)
