@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from mindspeed_chunk.wording import one_line, shortened, shown
 
+Get = Callable[[str], Any]  # the value at a path of a yaml; None if there is none
+
 INTEGERS_BELOW = 2**63
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 _DIGITS = re.compile(r"[+-]?\d{1,18}")

@@ -81,15 +81,8 @@ def node(subject: Subject) -> Iterator[Problem]:
 
 
 def neighbours(subject: Subject) -> Iterator[Problem]:
-    if not asked(subject):
-        return
-    yield from problems(checks.check_ep_balance, subject.get("features.enable_ep_balance", False))
-    if subject.get("features.recompute", False):
-        experts = subject.get(f"{PLAN}.apply_modules", [])
-        yield from problems(checks.check_op_replay, subject.get(checks.OP_REPLAY, []), experts)
-    yield from problems(checks.check_quantisation, subject.get("training.quantization_plan.recipe_name"))
-    if subject.get("training.lora.enable", False):
-        yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))
+    for check in checks.NEIGHBOURS if asked(subject) else ():
+        yield from problems(check, subject.get)
 
 
 def two_chunks(subject: Subject) -> Iterator[Problem]:
