@@ -19,7 +19,7 @@ _MAYBE_SET = integer(0, "use 0 or remove the key to leave it unset")
 
 
 def _setting(default: Any, rule: ValueRule) -> Any:
-    """A field with its rule, which docs/config.md shows beside what the class's docstring says of it."""
+    """A field with its rule, which docs/config.md shows with its meaning from the docstring of the class."""
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 
@@ -28,25 +28,24 @@ class ChunkMoEConfig:
     """How the tokens of an MoE layer are cut into chunks, and how the chunks run.
 
     moe_num_chunks: number of chunks; 0: not set.
-    moe_chunk_size: tokens a chunk, and the rank with the most tokens decides on the number of chunks; 0: not set.
+    moe_chunk_size: tokens per chunk. The rank with the most tokens decides the number of chunks; 0: not set.
         Both 0: one chunk. Both set: `moe_num_chunks` wins, and one warning says so.
-    chunk_moe_auto: choose the number of chunks at the first call, from its rows and from rates measured there, and
-        keep to it.
-    chunk_moe_max_rows: cut a call into 2, 4, ... times as many chunks, up to 16 or a little more, where one would bring
-        some rank's experts more rows than this; 0: not set.
-    chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and what fc1 makes of
-        them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
-        again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
+    chunk_moe_auto: choose the number of chunks in the first call, from its rows and from rates measured there. Later
+        calls use the same number.
+    chunk_moe_max_rows: cut a call into 2, 4, ... times as many chunks, up to about 16 chunks, if the experts of some
+        rank would get more rows of one chunk than this; 0: not set.
+    chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and the output of fc1.
+        "rows": only the rows; fc1 runs again. "input": only the layer's input; its rows are dispatched again, with the
+        gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
     chunk_moe_recompute: true for "rows", false for "activations".
-    chunk_moe_skip_unread: where a block is recomputed, and its forward has shown that nothing behind the layer keeps
-        any of its output, leave out the second expert matmul and the combine of the recompute. What is seen are torch's
-        own operations: not for blocks with hand-written kernels or Functions behind the layer, nor for ranks whose
-        blocks run different operations there.
+    chunk_moe_skip_unread: in the recompute of a block, leave out the second expert matmul and the combine, if the
+        forward showed that nothing after the layer keeps its output. Only torch's own operations are seen. Do not use
+        it if a block has hand-written kernels or Functions after the layer, or if ranks run different operations there.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
-    chunk_moe_lookahead: chunks that "rolling" dispatches ahead of the one whose experts run; each beyond 1 is one more
-        that owns buffers.
-    chunk_moe_overlap_shared_expert: in Qwen3.5's MoE block, compute the shared expert while the first dispatch is on
-        the wire, and its gradients while the last rows travel back.
+    chunk_moe_lookahead: number of chunks that "rolling" dispatches ahead of the chunk whose experts run; each beyond 1
+        needs buffers for one more chunk.
+    chunk_moe_overlap_shared_expert: in Qwen3.5's MoE block, compute the shared expert during the first dispatch, and
+        its gradients while the last rows return.
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
     Raises ConfigError for a value of the wrong type or out of range.
@@ -87,10 +86,10 @@ class ChunkMoEConfig:
 
     @classmethod
     def from_mapping(cls, mapping: object, path: str = "parallel.ep_plan") -> ChunkMoEConfig:
-        """Take the keys of this class out of the host's `ep_plan` mapping, which stands at `path` of the yaml.
+        """Take the keys of this class out of the host's `ep_plan` mapping, which is at `path` of the yaml.
 
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
-        `chunk_moe_` and is none of ours.
+        `chunk_moe_` and is not one of ours.
         """
         ours = _ours(cls, mapping, path, "parallel.ep_plan", lambda key: str(key).startswith(KEY_PREFIXES))
         _check_together({field.name: field.default for field in dataclasses.fields(cls)} | ours, f"{path}.")
@@ -102,13 +101,13 @@ class ChunkMBSConfig:
     """How the batch of a block is cut into micro-chunks.
 
     apply_modules: names of the blocks, with MindSpeed-MM's wildcards.
-    chunk_mbs: samples a micro-chunk.
+    chunk_mbs: samples per micro-chunk.
     batch_dim: the batch's dimension in the hidden states: 0 for [B, S, H], 1 for [S, B, H].
-    chunk_arg_indexs, chunk_kwarg_names: arguments that carry the batch, by position and by name: tensors, or tuples and
-        dictionaries of them, with the batch's size or 1 on `batch_dim`. The first says how large the batch is.
-    chunk_whole_names: arguments that are passed whole although a dimension of theirs has the batch's size.
-    chunk_infer: cut other tensors, too, that have the batch's size on `batch_dim` and the sequences' length beside it.
-        Of rows that may be samples by chance alone, the first call says that they must be named.
+    chunk_arg_indexs, chunk_kwarg_names: arguments that contain the batch, by position and by name: tensors, or tuples
+        and dictionaries of tensors, with the batch's size or 1 on `batch_dim`. The first one gives the batch's size.
+    chunk_whole_names: arguments that are passed whole, although one of their dimensions has the batch's size.
+    chunk_infer: also cut other tensors that have the batch's size on `batch_dim` and the sequence length next to it. If
+        rows may be samples only by chance, the first call says that they must be named.
 
     Raises ConfigError for a value of the wrong type or out of range.
     """

@@ -1,8 +1,8 @@
 """One table of the yaml's keys, for the settings, lint, the embedded trainer and the documents.
 
-A key that is not here is left alone: every section of the host admits extra keys. The embedded trainer is strict. Lint
-is as lenient as the host's pydantic ("2" is 2), but true is no number. The host hands on the keys of Chunk MoE as they
-are, so lint is as strict with them as `ChunkMoEConfig`.
+A key that is not here is ignored: every section of the host accepts extra keys. The embedded trainer is strict. Lint
+is as lenient as the host's pydantic ("2" is 2), but true is not a number. The host passes the keys of Chunk MoE on as
+they are, so lint is as strict with them as `ChunkMoEConfig`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from mindspeed_chunk.values import (
 # "eager" and "fused" are those of MindSpeed-MM 26.0
 DISPATCHERS = ("alltoall", "allgather", "mc2", "chunkmoe", "eager", "fused")
 REQUIRED = dataclasses.MISSING
+_EP_SIZE = integer(1, "write 1 for no expert parallelism")
 
 
 class Key(NamedTuple):
-    """What is known of a key, beside its name; nothing, if no reader of ours uses it.
+    """What the package knows about a key; only the name, if no reader uses the key.
 
-    lint: the rule of its type for the rules of lint. null: whether the host takes null, too.
-    trainer: the rule of the embedded trainer, which uses the default where the key is missing or null.
-    meaning: what it does there, for docs/config.md.
-    setting: whether it is a field of `ChunkMoEConfig` or `ChunkMBSConfig`, which have rule, default and meaning.
+    lint: the rule for lint. null: whether the host accepts null, too.
+    trainer: the rule for the embedded trainer, which uses the default if the key is missing or null.
+    meaning: its effect in the embedded trainer, for docs/config.md.
+    setting: whether it is a field of `ChunkMoEConfig` or `ChunkMBSConfig`, with its default and meaning there.
     """
 
     lint: ValueRule | None = None
@@ -64,54 +65,52 @@ def both(rule: ValueRule, default: Any, meaning: str, null: bool = False) -> Key
 
 
 def others(names: str) -> dict[str, Key]:
-    """Keys that are known for their spelling alone."""
+    """Keys that no reader uses; a misspelt key is compared with their names, too."""
     return dict.fromkeys(names.split(), Key())
 
 
 def _settings(cls: type, strict: bool) -> dict[str, Key]:
-    """The fields of a class of settings; `strict`: the host hands their values on as they are."""
+    """The fields of a class of settings. `strict`: the host passes their values on as they are."""
     rules: dict[str, ValueRule] = {field.name: field.metadata["rule"] for field in dataclasses.fields(cls)}
     return {name: Key(rule.strict() if strict else rule, setting=True) for name, rule in rules.items()}
 
 
+_DISPATCHER = Key(
+    lint=choice(*DISPATCHERS),
+    trainer=choice("alltoall", "chunkmoe"),
+    default="alltoall",
+    meaning="how an MoE layer sends tokens to experts",
+)
 _RECOMPUTE = {"apply_modules": lint(NAMES), **others("use_reentrant op_replay_scopes flatten_inputs")}
 
 SECTIONS: dict[str, Any] = {
     "parallel": {
         "data_parallel_size": lint(COUNT, null=True),
-        "fully_shard_parallel_size": both(
-            AUTO_OR_COUNT, "auto", "auto or the number of ranks: FSDP2 shards over all of them"
-        ),
+        "fully_shard_parallel_size": both(AUTO_OR_COUNT, "auto", "auto or the number of ranks; FSDP2 uses all of them"),
         "fsdp_plan": {
-            "apply_modules": both(NAMES, (), "FSDP2 units; what is in none of them belongs to the root's"),
+            "apply_modules": both(NAMES, (), "FSDP2 units; parameters in none of them belong to the root unit"),
             "ignored_modules": lint(NAMES),
             "hook_modules": lint(NAMES, null=True),
-            "param_dtype": trainer(DTYPE, "float32", "of gathered parameters, in which the model computes"),
-            "reduce_dtype": trainer(DTYPE, "float32", "in which gradients are summed over ranks"),
-            "reshard_after_forward": trainer(
-                FLAG, True, "gathered parameters are freed after the forward, and gathered again"
-            ),
-            "num_to_forward_prefetch": trainer(integer(0), 0, "units gathered ahead in the forward"),
-            "num_to_backward_prefetch": trainer(integer(0), 0, "units gathered ahead in the backward"),
+            "param_dtype": trainer(DTYPE, "float32", "dtype of gathered parameters, in which the model computes"),
+            "reduce_dtype": trainer(DTYPE, "float32", "dtype in which gradients are summed over ranks"),
+            "reshard_after_forward": trainer(FLAG, True, "free gathered parameters between forward and backward"),
+            "num_to_forward_prefetch": trainer(integer(0), 0, "units that are gathered ahead in the forward"),
+            "num_to_backward_prefetch": trainer(integer(0), 0, "units that are gathered ahead in the backward"),
             **others("output_dtype cast_forward_inputs pregather cpu_offload"),
         },
         "tensor_parallel_size": lint(COUNT),
         "ring_attention_size": lint(COUNT),
         "ulysses_parallel_size": lint(COUNT),
         "expert_parallel_size": both(
-            integer(1, "write 1 for no expert parallelism"),
-            1,
-            "ranks that share the experts of a layer; divides the ranks and the experts",
+            _EP_SIZE, 1, "ranks that share the experts of a layer; divides the ranks and the experts"
         ),
         "expert_fully_shard_parallel_size": lint(COUNT),
         **others("tp_plan kvallgather_parallel_size expert_data_parallel_size"),
-        **others("context_parallel_size"),  # in stock yamls, and without effect
+        **others("context_parallel_size"),  # in stock yamls, without effect
         "ep_plan": {
-            "apply_modules": both(NAMES, (), "the modules that hold experts"),
+            "apply_modules": both(NAMES, (), "the modules that contain experts"),
             "apply_efsdp_modules": lint(NAMES),
-            "dispatcher": Key(
-                choice(*DISPATCHERS), choice("alltoall", "chunkmoe"), "alltoall", "the road of an MoE layer"
-            ),
+            "dispatcher": _DISPATCHER,
             **others("use_npu_fused_ops"),
             **_settings(ChunkMoEConfig, strict=True),
         },
@@ -121,7 +120,7 @@ SECTIONS: dict[str, Any] = {
     "model": {
         "model_id": trainer(choice("qwen3_5_moe"), "qwen3_5_moe", "the model"),
         "model_name_or_path": both(
-            TEXT, REQUIRED, "a folder with its `config.json`; with weights beside it, these are loaded", null=True
+            TEXT, REQUIRED, "a folder with its `config.json`; weights in it are loaded", null=True
         ),
         "attn_implementation": trainer(choice("sdpa", "eager"), "sdpa", "transformers' name of the attention"),
         "activation_offload_plan": {"apply_modules": lint(NAMES, null=True)},
@@ -131,7 +130,7 @@ SECTIONS: dict[str, Any] = {
     "data": {
         "dataset_param": {
             "basic_parameters": {
-                "cutoff_len": both(integer(2), REQUIRED, "tokens a sample", null=True),
+                "cutoff_len": both(integer(2), REQUIRED, "tokens per sample", null=True),
                 **others("cache_dir template chat_template enable_thinking dataset_dir dataset train_on_prompt"),
                 **others("mask_history streaming overwrite_cache preprocessing_batch_size preprocessing_num_workers"),
                 **others("max_samples tool_format val_dataset val_max_samples val_rate packing neat_packing"),
@@ -150,9 +149,7 @@ SECTIONS: dict[str, Any] = {
         "recompute": both(FLAG, False, "recompute the blocks of `recompute_plan`", null=True),
         "recompute_plan": {**_RECOMPUTE, "apply_modules": both(NAMES, (), "the blocks that are recomputed")},
         "loss_cfg": {
-            "router_aux_loss_coef": trainer(
-                number(0.0), 0.0, "weight of the routers' balance loss; with 0 it is not computed"
-            ),
+            "router_aux_loss_coef": trainer(number(0.0), 0.0, "weight of the routers' balance loss; 0: not computed"),
             "router_aux_loss_offload": lint(FLAG),
             **others("loss_type"),
         },
@@ -160,10 +157,10 @@ SECTIONS: dict[str, Any] = {
             FLAG, False, "offload activations of the blocks of `activation_offload_plan`"
         ),
         "activation_offload_plan": {
-            "apply_modules": both(NAMES, (), "the blocks whose activations wait on the host"),
+            "apply_modules": both(NAMES, (), "the blocks whose activations are kept on the host"),
             **others("impl"),
         },
-        "enable_chunk_mbs": both(FLAG, False, "ChunkMBS, as `chunkmbs_plan` says"),
+        "enable_chunk_mbs": both(FLAG, False, "turn on ChunkMBS with the settings of `chunkmbs_plan`"),
         "chunkmbs_plan": _settings(ChunkMBSConfig, strict=False),
         "enable_ep_balance": lint(FLAG),
         "skip_moe_pad_tokens": lint(FLAG),
@@ -172,18 +169,18 @@ SECTIONS: dict[str, Any] = {
     },
     "training": {
         "optimizer": trainer(choice("adamw"), "adamw", "torch's AdamW"),
-        "micro_batch_size": both(COUNT, 1, "samples a pass and rank"),
+        "micro_batch_size": both(COUNT, 1, "samples per pass and rank"),
         "val_micro_batch_size": lint(COUNT, null=True),
-        "gradient_accumulation_steps": both(COUNT, 1, "passes an optimizer step", null=True),
+        "gradient_accumulation_steps": both(COUNT, 1, "passes per optimizer step", null=True),
         "global_batch_size": lint(COUNT, null=True),
-        "seed": trainer(integer(0), 42, "of the weights and of the order of samples"),
+        "seed": trainer(integer(0), 42, "seed of the weights and of the order of samples"),
         "lr": trainer(number(0.0), 5e-5, "learning rate, constant"),
-        "weight_decay": trainer(number(0.0), 0.0, "of AdamW"),
-        "adam_beta1": trainer(number(0.0, below=1.0), 0.9, "of AdamW"),
-        "adam_beta2": trainer(number(0.0, below=1.0), 0.999, "of AdamW"),
-        "adam_eps": trainer(number(0.0), 1e-8, "of AdamW"),
-        "clip_grad": trainer(number(0.0), 1.0, "largest norm of all gradients together; with 0 they are not clipped"),
-        "train_iters": trainer(COUNT, 10000, "optimizer steps"),
+        "weight_decay": trainer(number(0.0), 0.0, "weight decay of AdamW"),
+        "adam_beta1": trainer(number(0.0, below=1.0), 0.9, "beta1 of AdamW"),
+        "adam_beta2": trainer(number(0.0, below=1.0), 0.999, "beta2 of AdamW"),
+        "adam_eps": trainer(number(0.0), 1e-8, "eps of AdamW"),
+        "clip_grad": trainer(number(0.0), 1.0, "largest total norm of the gradients; 0: no clipping"),
+        "train_iters": trainer(COUNT, 10000, "number of optimizer steps"),
         "log_interval": trainer(COUNT, 1, "steps between two log lines"),
         "quantization_plan": {
             "recipe_name": lint(TEXT),
@@ -207,14 +204,14 @@ SECTIONS: dict[str, Any] = {
     },
     **others("tools"),
     "standalone": {
-        "metrics_path": trainer(TEXT, None, "a file that rank 0 writes one JSON line a step to"),
+        "metrics_path": trainer(TEXT, None, "a file to which rank 0 writes one JSON line per step"),
     },
 }
 
-# Sections that models and data sets add keys of their own to: only those that rules read are held to their spelling.
+# Models and data sets add their own keys to these sections: only keys for lint and sections are suggested here.
 _OPEN = ("model", "data.dataset_param")
-# Likeness from which one key may be meant for another: more than any two keys of one section that are both in stock
-# yamls have; of longer ones it would take too long.
+# Keys with at least this likeness may be meant for each other: more than any two keys of one section in stock yamls
+# have. For longer keys it would take too long.
 NEAR, _LONG = 0.8, 64
 
 
@@ -223,7 +220,7 @@ def joined(section: str, key: object) -> str:
 
 
 def at(path: str) -> Any:
-    """What the table has at a path: a Key, or the keys of a section; "" is the root."""
+    """The Key at a path, or the keys of a section; "" is the root."""
     return functools.reduce(lambda found, segment: found[segment], filter(None, path.split(".")), SECTIONS)
 
 
@@ -235,7 +232,7 @@ def _paths(keys: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 PATHS = tuple(_paths(SECTIONS))  # of all sections
-# Where each key of the two features belongs.
+# The section of each key of the two features.
 HOMES = {
     **{name: path for path in PATHS for name, key in at(path).items() if isinstance(key, Key) and key.setting},
     "dispatcher": "parallel.ep_plan",
@@ -247,7 +244,7 @@ del HOMES["apply_modules"]  # every plan has one
 
 
 def nearest(key: str, section: str) -> list[str]:
-    """The keys of the section that an unknown one may be meant for: one, or some that are equally near, or none."""
+    """The keys of the section that an unknown key may mean: one, several that are equally near, or none."""
     known = at(section)
     meant = (name for name, each in known.items() if section not in _OPEN or isinstance(each, dict) or each.lint)
     return [] if key in known else near(key, tuple(meant))
@@ -255,16 +252,16 @@ def nearest(key: str, section: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def near(word: str, known: tuple[str, ...]) -> list[str]:
-    """The known words that may be meant: as of `nearest`."""
+    """The known words that a word may mean: one, several that are equally near, or none."""
     found = {each: _likeness(word, each) for each in known} if len(word) <= _LONG else {}
     best = max(found.values(), default=0.0)
     return [each for each, likeness in found.items() if likeness == best >= NEAR]
 
 
 def _likeness(word: str, known: str) -> float:
-    """difflib's ratio of the keys, or of their words in the order of the alphabet: the order is easily forgotten."""
+    """difflib's ratio of the keys, or of their words in alphabetical order: users often forget the order."""
     both = len(word) + len(known)
-    # bounds on either: by the lengths, and by the letters that both have
+    # upper bounds of both ratios: by the lengths, and by the letters that both keys have
     if 2 * min(len(word), len(known)) < NEAR * both or 2 * (_letters(word) & _letters(known)).total() < NEAR * both:
         return 0.0
     turned, meant = ("_".join(sorted(each.split("_"))) for each in (word, known))
@@ -277,14 +274,14 @@ def _letters(word: str) -> collections.Counter[str]:
 
 
 def unknown(path: str, value: object, section: str, otherwise: str = "correct or remove it") -> ConfigError:
-    """The error about a key at the path that the section has not; `otherwise` is the way out where none is near."""
+    """The error about a key that the section does not have; `otherwise` is the way out if no known key is near."""
     meant = nearest(path.rpartition(".")[2], section)
     way_out = f"the nearest {'ones are' if meant[1:] else 'one is'} {', '.join(meant)}" if meant else otherwise
     return ConfigError.about(path, value, "unknown key", way_out)
 
 
 def read(data: object, keys: dict[str, Any] = SECTIONS, path: str = "") -> dict[str, Any]:
-    """`data` with the values of `keys` as the host takes them. Raises ConfigError for one of another type."""
+    """`data` with the values of `keys` as the host reads them. Raises ConfigError for a value of a wrong type."""
     result = dict(MAPPING.take(path, data))
     for name, key in keys.items():
         if name in result:
@@ -297,5 +294,5 @@ def read(data: object, keys: dict[str, Any] = SECTIONS, path: str = "") -> dict[
 
 
 def check(path: str, value: object) -> None:
-    """Raises ConfigError where the value of a key that lint reads is out of range."""
+    """Raises ConfigError if the value breaks the rule for lint of the key at the path."""
     at(path).lint.take(path, value)

@@ -1,4 +1,4 @@
-"""What the value of a key must be: each rule once, with the words of its error, for every reader of a yaml."""
+"""Rules for the values of keys, with the words of their errors. All readers of a yaml share them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, or empty."""
+    """A setting is wrong; the message is one line. `path`: the key of the yaml, or empty."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(one_line(message))
@@ -31,12 +31,13 @@ class ConfigError(ValueError):
 
 
 class ValueRule(NamedTuple):
-    """What a value must be and how to get there, in the words of an error, and whether a value is that.
+    """What a value must be.
 
+    words, way_out: the rule and the way out in an error.
     of_type: whether a value has the right type.
-    in_range: whether one of that type may be used.
-    made: what a reader gets for it.
-    from_host: what MindSpeed-MM makes of a value before it looks at the type: 2 of "2".
+    in_range: whether a value of the right type is in range.
+    made: converts a right value to the one that readers use.
+    from_host: converts a value as MindSpeed-MM does before it checks the type: "2" to 2.
     """
 
     words: str
@@ -50,17 +51,17 @@ class ValueRule(NamedTuple):
         return self.of_type(value) and self.in_range(value)
 
     def strict(self) -> ValueRule:
-        """The rule of a key whose value the host hands on as it is."""
+        """The rule of a key whose value the host passes on as it is."""
         return self._replace(from_host=lambda value: value)
 
     def take(self, path: str, value: object) -> Any:
-        """The value of the key at the path, as a reader uses it. Raises ConfigError where it breaks the rule."""
+        """The value of the key at the path, as readers use it. Raises ConfigError if it breaks the rule."""
         if not self.holds(value):
             raise self._error(path, value)
         return self.made(value)
 
     def take_type(self, path: str, value: object) -> Any:
-        """The value as the host takes it, maybe out of range. Raises ConfigError where it has another type."""
+        """The value as the host reads it, maybe out of range. Raises ConfigError if it has a wrong type."""
         taken = self.from_host(value)
         if not self.of_type(taken):
             raise self._error(path, value)
@@ -87,7 +88,7 @@ def number(least: float, below: float = float("inf")) -> ValueRule:
 
 
 def choice(*choices: str, also: tuple[str, ...] = ()) -> ValueRule:
-    """One of `choices`, of which the first is the default; `also` are values that are not offered."""
+    """One of `choices`; the first is the default. `also`: further values, which the error does not list."""
     return ValueRule(
         f"must be one of {', '.join(choices)}", f"remove the key to get {choices[0]}",
         lambda value: isinstance(value, str), lambda value: value in (*choices, *also),
@@ -95,13 +96,13 @@ def choice(*choices: str, also: tuple[str, ...] = ()) -> ValueRule:
 
 
 def _is_integer(value: object) -> bool:
-    # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
+    # A boolean is an int in Python, but `moe_num_chunks: true` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
     try:
-        # yaml reads 1e-4 (no dot) as text: taken as the number it means, as MindSpeed-MM does
+        # yaml reads 1e-4 (no dot) as text; MindSpeed-MM reads it as a number, and so do we
         float(value)
     except (TypeError, ValueError, OverflowError):
         return False

@@ -1,7 +1,7 @@
 """The trainer's configuration: MindSpeed-MM's yaml, read into frozen dataclasses.
 
-Rules, defaults and meanings of the keys are those of `mindspeed_chunk.keys`. Every other key of a yaml is named in a
-warning, so that nothing is dropped silently. An error is a ConfigError of one line.
+`mindspeed_chunk.keys` has the keys with rules, defaults and meanings. A warning names every other key of the yaml, so
+that none is ignored silently. An error is a ConfigError of one line.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from mindspeed_chunk.wording import one_line, shortened
 
 _SHARDS = "parallel.fully_shard_parallel_size"
 _RECOMPUTE, _OFFLOAD = "features.recompute", "features.enable_activation_offload"
-# What may differ from rank to rank.
+# Keys that may differ between ranks.
 _LOCAL = (_SHARDS, "model.model_name_or_path", "training.log_interval", "standalone.metrics_path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything the trainer acts on.
+    """Everything that the trainer uses.
 
-    values: of the keys that it reads itself, by their paths.
-    fsdp, ep, model, training: those of one section, by the names of the keys; dtypes by torch's names.
-    recompute_modules, offload_modules: empty where the feature is off. chunk_mbs: None where it is off.
+    values: the values of the keys for the trainer in `mindspeed_chunk.keys`, by path.
+    fsdp, ep, model, training: the values of one section, by name; dtypes are torch's names.
+    recompute_modules, offload_modules: empty if the feature is off. chunk_mbs: None if it is off.
     """
 
     values: dict[str, Any]
@@ -47,12 +47,12 @@ class Config:
     metrics_path: Path | None
 
     def global_batch_size(self, world_size):
-        """Samples an optimizer step, all ranks and micro batches together."""
+        """Samples per optimizer step, over all ranks and micro batches."""
         return self.training.micro_batch_size * self.training.gradient_accumulation_steps * world_size
 
     def shared(self):
         """What must be the same on every rank, by the keys of the yaml: all but paths and what is logged."""
-        from mindspeed_chunk.consistency import flatten  # torch, which an error in a yaml does not wait for
+        from mindspeed_chunk.consistency import flatten  # imports torch, which an error in a yaml does not need
 
         return {
             **{path: value for path, value in self.values.items() if path not in _LOCAL},
@@ -62,7 +62,7 @@ class Config:
 
 
 def load_config(path, overrides, world_size):
-    """Read the yaml at `path`, apply the `key.path=value` overrides, check all that needs no model.
+    """Read the yaml at `path`, apply the `key.path=value` overrides, and check everything that needs no model.
 
     Returns (Config, list of warnings). Raises ConfigError.
     """
@@ -99,7 +99,7 @@ def load_config(path, overrides, world_size):
 
 
 def _read(content, values, known=keys.SECTIONS, section=""):
-    """Take the values that the trainer reads, by their paths. Yields section, path and value of every other key."""
+    """Put the values that the trainer reads into `values`, by path. Yields section, path and value of other keys."""
     content = {} if content is None else MAPPING.take(section, content)
     for name, value in content.items():
         if not _used(known.get(name)):
@@ -117,7 +117,7 @@ def _read(content, values, known=keys.SECTIONS, section=""):
 
 
 def _used(key):
-    """Whether the trainer reads the key, or one of the section."""
+    """Whether the trainer reads the key, or a key of the section."""
     if isinstance(key, dict):
         return any(map(_used, key.values()))
     return key is not None and (key.trainer is not None or key.setting)
@@ -140,14 +140,14 @@ def _read_chunk_moe(plan, values, warnings):
     dispatcher = values[moe_checks.DISPATCHER]
     if chunk_moe != ChunkMoEConfig():
         chunk_keys = [name for name in plan if str(name).startswith(KEY_PREFIXES)]
-        warnings += _told(moe_checks.check_effect, chunk_keys, dispatcher)
+        warnings += _warning_of(moe_checks.check_effect, chunk_keys, dispatcher)
     if values[moe_checks.SIZE] > 1 or dispatcher == moe_checks.NAME:
         moe_checks.check_names(values[f"{moe_checks.PLAN}.apply_modules"])
     return chunk_moe
 
 
 def _read_chunk_mbs(plan, values):
-    """The ChunkMBSConfig, or None where the feature is off. Its keys are checked in either case."""
+    """The ChunkMBSConfig, or None if the feature is off. Its keys are checked in both cases."""
     ChunkMBSConfig.from_mapping(plan)
     return mbs_checks.read_config(plan) if values[mbs_checks.ENABLE] else None
 
@@ -156,12 +156,12 @@ def _chunk_mbs_warnings(config):
     if config.chunk_mbs is None:
         return
     inner = {_RECOMPUTE: config.recompute_modules or None, _OFFLOAD: config.offload_modules or None}
-    yield from _told(mbs_checks.check_size, config.chunk_mbs.chunk_mbs, config.training.micro_batch_size)
-    yield from _told(mbs_checks.check_memory, inner)
+    yield from _warning_of(mbs_checks.check_size, config.chunk_mbs.chunk_mbs, config.training.micro_batch_size)
+    yield from _warning_of(mbs_checks.check_memory, inner)
 
 
-def _told(check, *arguments):
-    """What a check has to say, as a warning."""
+def _warning_of(check, *arguments):
+    """The error of a check as a warning."""
     try:
         check(*arguments)
     except ConfigError as error:
@@ -169,7 +169,7 @@ def _told(check, *arguments):
 
 
 def _warnings_of(without_effect):
-    """One warning for each key that is nearly one of its section, and one for all others."""
+    """One warning per key that may be misspelt, and one for all others."""
     others = []
     for section, path, value in without_effect:
         if keys.nearest(path.rpartition(".")[2], section):
@@ -181,7 +181,7 @@ def _warnings_of(without_effect):
 
 
 def _override(content, argument):
-    """Set one `key.path=value` in the mapping `content`; the value is read as yaml. Raises ConfigError."""
+    """Set one `key.path=value` in the mapping `content`; the value is yaml. Raises ConfigError."""
     name, equals, value = argument.partition("=")
     *parents, last = name.split(".")
     if not (equals and all((*parents, last))):
