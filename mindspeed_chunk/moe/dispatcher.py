@@ -221,7 +221,7 @@ class ChunkMoEDispatcher(Dispatcher):
         try:
             opened.filled = run_filler()
         except BaseException:  # a checkpoint's early stop is one, too
-            opened.abandon()
+            opened.take_over().abandon()
             raise
         if not output:
             decided.draws.pass_over()
