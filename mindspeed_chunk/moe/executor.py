@@ -3,8 +3,8 @@
 The only owner of buffers and work handles. A direction is a generator that pauses once, where one node of the autograd
 graph ends and the next begins (`nodes.py`).
 
-T tokens, H hidden, K experts per token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here, W the
-width of a packed row (`packing.py`).
+T tokens, H hidden, K experts per token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here,
+W the width of a packed row (`packing.py`).
 """
 
 from __future__ import annotations
