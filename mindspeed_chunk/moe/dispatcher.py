@@ -23,6 +23,7 @@ from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import untraced
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
+from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
@@ -44,8 +45,6 @@ from mindspeed_chunk.moe.replay import backward_follows, recall, refuse_unreplay
 from mindspeed_chunk.observe import emit
 
 __all__ = ["ChunkMoEDispatcher", "Dispatcher"]
-
-logger = logging.getLogger("mindspeed_chunk")
 
 
 def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,8 +176,7 @@ class ChunkMoEDispatcher(Dispatcher):
         self._num_chunks = NumChunks(config)
         # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
         self._rerouted: torch.Tensor | None = None
-        self._times_rerouted = 0
-        self._told_of_empty_chunks = False
+        self._times_rerouted = Rarely()
 
     def __getstate__(self) -> dict:
         """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
@@ -221,27 +219,24 @@ class ChunkMoEDispatcher(Dispatcher):
 
     def _warn_of_empty_chunks(self, num_tokens: int) -> None:
         """Each chunk has its collectives, whatever is in it, so that a number too large looks like a hang."""
-        if not self._told_of_empty_chunks and (not dist.is_initialized() or dist.get_rank() == 0):
-            self._told_of_empty_chunks = True
-            logger.warning(
-                "mindspeed_chunk: parallel.ep_plan.moe_num_chunks: %d: more chunks than the %d tokens of a call; each "
-                "costs its collectives; use 2 to 8, or moe_chunk_size for a number of tokens",
-                self.config.moe_num_chunks,
-                num_tokens,
-            )
+        setting = f"parallel.ep_plan.moe_num_chunks: {self.config.moe_num_chunks}"
+        say_once(
+            logging.WARNING,
+            f"{setting}: more chunks than the {num_tokens} tokens of a call; each costs its collectives; use 2 to 8, "
+            "or moe_chunk_size for a number of tokens",
+            about=setting,
+        )
 
     def _warn_of_reroutes(self, rerouted: dict[int, int]) -> None:
-        """Told at the first, second, fourth, eighth, ... time: near ties fall the other way in many a step."""
-        self._times_rerouted += 1
-        times = self._times_rerouted
+        """Rarely, since near ties fall the other way in many a step."""
         emit("rerouted", "plan", by_rank=rerouted)
-        if times & (times - 1) == 0 and (not dist.is_initialized() or dist.get_rank() in (0, min(rerouted))):
-            told = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
-            logger.warning(
-                "mindspeed_chunk: the router chose other experts when its block was recomputed (%s); the forward's "
-                "choices were kept (time %d)",
-                told,
-                times,
+        if self._times_rerouted.again():
+            choices = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
+            say(
+                logging.WARNING,
+                f"the router chose other experts when its block was recomputed ({choices}); the forward's choices were "
+                f"kept (time {self._times_rerouted.times})",
+                ranks=(0, min(rerouted)),
             )
 
     def _plan(self, arguments: Arguments) -> Decided:
