@@ -172,7 +172,7 @@ def sizes_out_of_bounds(npu):
     for name, (told, check) in limits.items():
         with logged() as lines, mock.patch.object(npu, name, 1):
             check(npu)
-        assert f"Chunk MoE: {told}; where that is so, torch's own operations run" in lines, lines
+        assert f"mindspeed_chunk: Chunk MoE: {told}; where that is so, torch's own operations run" in lines, lines
 
 
 def back_end_that_cannot_be_had(npu):
