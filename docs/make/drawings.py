@@ -182,10 +182,10 @@ _HOUSE = (
         ("tools/", ("the command line: doctor,", "lint, plan, bench, trace")),
         ("lint/", ("rules on a yaml", "")),
     ),
+    (("planner/", ("memory, traffic and time of a run,", "without torch")),),
     (
-        ("moe/", ("one MoE layer in chunks: schedule,", "plan, executor, experts")),
+        ("moe/", ("one MoE layer in chunks: schedule,", "plan, executor, experts, costs")),
         ("mbs/", ("a block's batch as micro-chunks,", "offload of activations")),
-        ("planner/", ("memory, traffic and time,", "without torch")),
     ),
     (
         ("ops/", ("kernels, one file a back", "end: cpu, cuda, npu")),
