@@ -1,6 +1,6 @@
 """How many chunks a layer call has: as configured, chosen at the first call, or more where rows pile up.
 
-The choice is the planner's, from what the ranks are about to send and from rates that are measured on the spot: the
+The choice is that of `costs`, from what the ranks are about to send and from rates that are measured on the spot: the
 same figures on every rank, and so the same number.
 
 R ranks of the group, S slices that were counted, E experts, K experts a token, H hidden.
@@ -19,10 +19,12 @@ import torch
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import HostCopy, accelerator
 from mindspeed_chunk.dist import all_reduce_max, all_to_all, group_size
+from mindspeed_chunk.hardware import Device, Link
 from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.arguments import Arguments
+from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
+from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape
 from mindspeed_chunk.ops.groups import Groups
-from mindspeed_chunk.planner import ChunkChoice, ChunkRows, Device, LayerShape, Link, best_num_chunks
 
 CANDIDATES = (1, 2, 4, 8, 16)
 _REPEATS = 3
