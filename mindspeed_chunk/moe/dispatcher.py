@@ -44,7 +44,7 @@ from mindspeed_chunk.moe.plan import (
 from mindspeed_chunk.moe.replay import backward_follows, recall, refuse_unreplayed, reroute, write_down
 from mindspeed_chunk.observe import emit
 
-__all__ = ["ChunkMoEDispatcher", "Dispatcher"]
+__all__ = ["ChunkMoEDispatcher"]
 
 
 def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
