@@ -138,6 +138,15 @@ def test_a_chunk_too_many_costs_more_than_it_hides():
     assert least.num_chunks == 8 == best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=0).num_chunks
 
 
+@pytest.mark.parametrize("keep, out", [("activations", 48), ("input", 64)])
+def test_a_packed_row_has_one_width_in_bytes_and_in_time(keep, out):
+    """9 numbers of 2 bytes: 18 bytes end at 32, two rows' 36 at 48; the tail has 16 more."""
+    shape = LayerShape(tokens=8, hidden=9, intermediate=4, experts=2, top_k=1, ep=2, element_size=2)
+    device = dataclasses.replace(load_device("h100"), intra=Link(rate=1))
+    assert chunk_times(shape, device, keep=keep).backward.communication == 4 * (out + 48)  # half of 8 rows, and back
+    assert exchanges(shape, num_chunks=1, keep=keep).sent == 4 * (18 + out + 48 + 18)
+
+
 def test_more_ahead_hides_no_less_and_holds_more():
     ahead = (0, 1, 3)
     times = [chunk_times(SHAPE, load_device("ascend-910c"), num_chunks=8, lookahead=n).exposed for n in ahead]

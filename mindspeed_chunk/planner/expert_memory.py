@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mindspeed_chunk.moe.packing import packed_bytes
 from mindspeed_chunk.moe.schedule import Schedule, build
 
 _INDEX = 8  # bytes of an int64
 _TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
-_PACKED_ALIGNMENT = 16  # bytes; a packed row ends in a tail of this size, which carries the router weight
 
 
 class ChunkRows(NamedTuple):
@@ -168,11 +168,6 @@ class _Walk:
     def _move(self, name: str, to: str, c: int) -> None:
         self._held[to, c] = self._held.pop((name, c))
 
-    def _packed(self, hidden: int) -> int:
-        """Bytes of a packed row of `hidden` elements; see `moe/packing.py`."""
-        nbytes = hidden * self._shape.element_size
-        return -(-nbytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT + _PACKED_ALIGNMENT
-
     def _arrived(self, c: int, row: int, received: int) -> None:
         """The wait: what was sent goes; the received rows are put in the experts' order through a second buffer."""
         self._free("send", c=c)
@@ -230,8 +225,8 @@ class _Backward(_Walk):
         self._hold("kept and output", 0, kept + shape.tokens * self._row)
         self._hold("router gradient", 0, shape.tokens * shape.top_k * shape.element_size)
         # with "input", the tokens ride with their gradients
-        self._out_row = self._packed(shape.hidden * (2 if keep == "input" else 1))
-        self._back_row = self._packed(shape.hidden)
+        self._out_row = packed_bytes(shape.hidden * (2 if keep == "input" else 1), shape.element_size)
+        self._back_row = packed_bytes(shape.hidden, shape.element_size)
 
     def P(self, c: int, rows: ChunkRows) -> None:
         packed = rows.tokens * self._out_row

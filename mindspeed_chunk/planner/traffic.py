@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mindspeed_chunk.moe.packing import packed_bytes
 from mindspeed_chunk.planner.device import Device
 from mindspeed_chunk.planner.expert_memory import LayerShape
 from mindspeed_chunk.planner.layout import Layout
@@ -34,7 +35,6 @@ from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.sequence import context_traffic
 from mindspeed_chunk.planner.state import Sharding, units
 
-_PACKED_ALIGNMENT = 16  # bytes; see `moe/packing.py`
 _REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
 
 
@@ -70,9 +70,8 @@ class Exchanges(NamedTuple):
 
 def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
     """Bytes of a row: in the forward, dispatched in the backward, combined in the backward."""
-    row = shape.hidden * shape.element_size
-    out, back = (-(-n * row // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT for n in (2 if keep == "input" else 1, 1))
-    return row, out + _PACKED_ALIGNMENT, back + _PACKED_ALIGNMENT
+    hidden, size = shape.hidden, shape.element_size
+    return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
 
 
 def exchanges(
