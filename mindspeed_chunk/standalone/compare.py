@@ -15,7 +15,7 @@ from rich.table import Table
 from mindspeed_chunk import files
 from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.tools.output import console, drawable
+from mindspeed_chunk.output import console, drawable
 from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.wording import one_line
 

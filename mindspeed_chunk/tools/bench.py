@@ -25,12 +25,12 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.output import console
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
 from mindspeed_chunk.tools.bench_cases import Case, CaseError
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.link import LinkError, set_rate
-from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
 from mindspeed_chunk.wording import shortened

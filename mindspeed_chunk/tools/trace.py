@@ -19,20 +19,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from mindspeed_chunk import files
 from mindspeed_chunk.command import run, variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.output import terminal, wide_console
 from mindspeed_chunk.tools import trace_files
 from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
 from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
-from mindspeed_chunk.tools.bench_report import wide_console
 from mindspeed_chunk.tools.link import LinkError
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
-from mindspeed_chunk.tools.trace_record import Record, summarise
+from mindspeed_chunk.tools.trace_record import Record
 from mindspeed_chunk.wording import shortened
 
 _WARM_UP, _MOST_CALLS = 2, 1000
@@ -148,22 +147,8 @@ def _write(options: argparse.Namespace, records: list[Record]) -> None:
     else:
         written.append(f"{options.out}.png")
         trace_files.draw(title, records[0], written[-1])
-    console.print(_table(title, records))
+    console.print(terminal(trace_files.summary_table(title, records)))
     console.print("written:", ", ".join(written))
-
-
-def _table(title: str, records: list[Record]) -> Table:
-    table = Table(
-        title=title,
-        caption="ms; simulated: the same schedule with the measured costs, launches and all that is not an action free",
-    )
-    table.add_column("rank, direction", no_wrap=True)
-    for name in trace_files.COLUMNS:
-        table.add_column(name, justify="right")
-    for record in records:
-        for summary in summarise(record):
-            table.add_row(f"{record.rank}, {summary.direction}", *trace_files.cells(summary))
-    return table
 
 
 if __name__ == "__main__":

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_chunk import files
-from mindspeed_chunk.tools.output import drawable
+from mindspeed_chunk.output import Table, drawable, markup
+from mindspeed_chunk.output import page as whole_page
 from mindspeed_chunk.tools.trace_record import (
     COMPUTE,
     WAIT,
     Record,
     Span,
-    Summary,
     lay_out,
     simulate_record,
     simulated_spans,
     summarise,
 )
 
-COLUMNS = ("total", "compute", "on the wire", "exposed", "hidden", "plan", "simulated", "simulated exposed")
 # one a chunk, in turn; dark enough for white letters
 _COLOURS = ("#2563a8", "#b3541e", "#2e7d4f", "#8a3b8f", "#7a6a00", "#00788c", "#a3324a", "#55606e")
 _EXPOSED, _OTHER = "#e11d1d", "#b8bec6"
@@ -42,21 +42,6 @@ class Row(NamedTuple):
 
     title: str
     spans: list[Span]
-
-
-def cells(summary: Summary) -> list[str]:
-    """The values of `COLUMNS`."""
-    ms = [
-        summary.total,
-        summary.compute,
-        summary.communication,
-        summary.exposed,
-        summary.plan,
-        summary.simulated,
-        summary.simulated_exposed,
-    ]
-    told = [f"{1e3 * seconds:.2f}" for seconds in ms]
-    return [*told[:4], f"{summary.hidden_share:.0%}", *told[4:]]
 
 
 def rows(spans: list[Span], prefix: str = "") -> list[Row]:
@@ -125,28 +110,38 @@ def _process(pid: int, name: str, spans: list[Span], zero: float) -> list[dict]:
 
 def page(title: str, sizes: str, records: list[Record]) -> str:
     """HTML without a reference to anything outside of it."""
-    parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(sizes)}</p>", _summary_table(records), _key(records)]
+    parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(sizes)}</p>", markup(summary_table("", records))]
+    parts.append(_key(records))
     for record in records:
         measured = rows(lay_out(record))
         simulated = rows(simulated_spans(simulate_record(record)), "simulated ")
         parts.append(f"<h2>Rank {record.rank}</h2>{_drawing(measured + simulated, record)}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+    return whole_page(title, _STYLE, "".join(parts))
 
 
-def _summary_table(records: list[Record]) -> str:
-    lines = ["<table><tr><th>ms</th>", *(f"<th>{name}</th>" for name in COLUMNS), "</tr>"]
-    for record in records:
-        for summary in summarise(record):
-            told = "".join(f"<td>{cell}</td>" for cell in cells(summary))
-            lines.append(f"<tr><td>rank {record.rank}, {summary.direction}</td>{told}</tr>")
-    return "".join(lines) + (
-        "</table><p>Exposed: computation waits for rows. Hidden: the share of the time with rows on the wire that is "
-        "not exposed. Simulated: the same schedule with the measured costs; launches, and all that is not an action of "
-        "the schedule, are free there.</p>"
-    )
+def summary_table(title: str, records: list[Record]) -> Table:
+    """A row for each rank and direction."""
+    return Table.of(
+        title,
+        [{"rank": record.rank, **summary._asdict(), "hidden": summary.hidden_share}
+         for record in records for summary in summarise(record)],
+        ("rank, direction", lambda each: f"{each['rank']}, {each['direction']}"),
+        ("total", _ms("total")),
+        ("compute", _ms("compute")),
+        ("on the wire", _ms("communication")),
+        ("exposed", _ms("exposed")),
+        ("hidden", lambda each: f"{each['hidden']:.0%}"),
+        ("plan", _ms("plan")),
+        ("simulated", _ms("simulated")),
+        ("simulated exposed", _ms("simulated_exposed")),
+        note="All times in ms. Exposed: computation waits for rows. Hidden: the share of the time with rows on the "
+        "wire that is not exposed. Simulated: the same schedule with the measured costs; launches, and all that is not "
+        "an action of the schedule, are free there.",
+    )  # fmt: skip
+
+
+def _ms(key: str) -> Callable[[dict], str]:
+    return lambda each: f"{1e3 * each[key]:.2f}"
 
 
 def _key(records: list[Record]) -> str:
