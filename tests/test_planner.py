@@ -27,15 +27,16 @@ from mindspeed_chunk.planner import (
     state_bytes,
 )
 from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
+from mindspeed_chunk.planner.compare.recipes import RECIPES
+from mindspeed_chunk.planner.compare.ring import ring_problem
 from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.model import BUILT_IN
-from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import recommend
-from mindspeed_chunk.planner.sequence import context_problem
+from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.traffic import fsdp_traffic
 from standalone_ranks import EXAMPLE
@@ -200,10 +201,10 @@ def test_policies():
 
 def test_context_limits():
     model = load_model("35b")
-    assert context_problem(model, "ulysses", 8, 4096) is None
-    assert "heads" in context_problem(model, "ulysses", 3, 4095)
-    assert "DeltaNet" in context_problem(model, "ring", 2, 4096)
-    assert "do not divide a sequence" in context_problem(model, "ulysses", 8, 4097)
+    assert ulysses_problem(model, 8, 4096) is ulysses_problem(model, 1, 4096) is ring_problem(model, 1, 4096) is None
+    assert "heads" in ulysses_problem(model, 3, 4095)
+    assert "DeltaNet" in ring_problem(model, 2, 4096)
+    assert "do not divide a sequence" in ulysses_problem(model, 8, 4097)
 
 
 def test_fp16_needs_loss_scaling_and_bf16_none():

@@ -12,11 +12,12 @@ Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothi
 """
 
 from mindspeed_chunk.planner.choice import ChunkChoice, best_num_chunks
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import Device, Link, load_device
 from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.planner.layout import Layout, Span, layouts
 from mindspeed_chunk.planner.model import ModelSize, load_model
-from mindspeed_chunk.planner.precision import RECIPES, Recipe
+from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
 from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.traffic import Exchanges, exchanges

@@ -15,7 +15,7 @@ from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.numbers import fixed
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
-from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
+from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
 CHUNKS = (1, 2, 4, 8)
@@ -112,7 +112,7 @@ def candidates(job: Job) -> Iterator[Setting]:
 def fsdp_layouts(job: Job) -> Iterator[Layout]:
     """Layouts without TP and PP that share out the batch evenly, and the sequence as Ulysses can."""
     for layout in layouts(job.world, heads=1, layers=1, experts=job.model.num_experts):
-        if job.global_batch % layout.dp == 0 and not context_problem(job.model, CONTEXTS[0], layout.cp, job.sequence):
+        if job.global_batch % layout.dp == 0 and not ulysses_problem(job.model, layout.cp, job.sequence):
             yield layout
 
 

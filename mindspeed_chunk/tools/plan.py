@@ -21,10 +21,11 @@ from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.output import console, terminal
 from mindspeed_chunk.planner import tables
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import DEVICES, load_device
 from mindspeed_chunk.planner.model import BUILT_IN, load_model
 from mindspeed_chunk.planner.page import page
-from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
+from mindspeed_chunk.planner.precision import DEFAULT_RECIPE
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job, check_job
 from mindspeed_chunk.tools.parser import Parser, check_range
