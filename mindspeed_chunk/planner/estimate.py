@@ -32,9 +32,8 @@ from mindspeed_chunk.planner.sequence import ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, Unit, state_bytes, units
 from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
-from mindspeed_chunk.planner.traffic import Collective, expert_traffic, fsdp_traffic
+from mindspeed_chunk.planner.traffic import REDUCED, Collective, expert_traffic, fsdp_traffic
 
-_REDUCED = 4  # bytes of an element in a reduce-scatter
 _CHUNK_MBS_HIDDEN = 3  # hidden states of the whole batch that ChunkMBS holds
 _BACKWARD = 2  # forwards
 
@@ -155,7 +154,7 @@ class Estimator:
             blocks[number] = blocks.get(number, 0) + unit.gathered()
         block, head = max(blocks.values()), self.job.model.vocab_size * self.job.model.hidden_size
         size = self.job.recipe.gathered
-        return max(2 * block, head) * size + max(block, head) * (size + _REDUCED)
+        return max(2 * block, head) * size + max(block, head) * (size + REDUCED)
 
     def _block_units(self, ep: int) -> list[Unit]:
         return [unit for unit in units(self.job.model, Sharding(self.job.world, ep)) if ".layers." in unit.name]
@@ -235,7 +234,7 @@ class Estimator:
         for unit in self._block_units(ep):
             span, elements = self._span(layout, "edp" if unit.expert else "dp_cp"), unit.gathered()
             gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
-            reduce += collective_seconds(REDUCE_SCATTER, elements * _REDUCED, span, job.device)
+            reduce += collective_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
 
     # traffic

@@ -56,7 +56,7 @@ def page(report: dict[str, Any]) -> str:
         _recommendation(report["recommendation"]),
         '<div class="charts">',
         _memory_panel(report),
-        _time_panel(report),
+        _panel("Time of a step", _bars(report, "seconds", 1, "s", 3)),
         _chunks_panel(report),
         "</div>",
         *map(markup, (*shown, *tables.details(report))),
@@ -84,38 +84,39 @@ def _chosen(found: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Layouts with a name short enough for a bar."""
-    named = []
-    for each in report["layouts"]:
-        if "problem" not in each:
-            named.append(
-                (each["title"].split(",")[0] + (" (recommended)" if each["role"] == "recommended" else ""), each)
-            )
-    return named
+    return [
+        (each["title"].split(",")[0] + " (recommended)" * (each["role"] == "recommended"), each)
+        for each in report["layouts"]
+        if "problem" not in each
+    ]
 
 
 def _memory_panel(report: dict[str, Any]) -> str:
-    drawn, job = _drawn(report), report["job"]
-    most = max(job["memory"], *(each["peak"] for _, each in drawn))
-    rows = []
-    for name, each in drawn:
-        parts = {part: value / GB for part, value in each["memory"].items()}
-        told = f"{name}: {fixed(each['peak'] / GB, 1)} GB"
-        bar = stacked_bar(parts, most / GB, "GB", told, mark=job["budget"] / GB)
-        rows.append(_row(name, f"{fixed(each['peak'] / GB, 1)} GB", bar))
-    note = '<p class="soft">The line is what may be used.</p>'
-    return _panel("Memory of a rank", legend(list(drawn[0][1]["memory"])), *rows, note)
+    job, note = report["job"], '<p class="soft">The line is what may be used.</p>'
+    bars = _bars(report, "memory", GB, "GB", 1, least=job["memory"] / GB, mark=job["budget"] / GB)
+    return _panel("Memory of a rank", bars, note)
 
 
-def _time_panel(report: dict[str, Any]) -> str:
-    drawn = _drawn(report)
-    names = list(dict.fromkeys(part for _, each in drawn for part in each["seconds"]))
-    most = max(each["step"] for _, each in drawn)
+def _bars(
+    report: dict[str, Any],
+    of: str,
+    scale: float,
+    unit: str,
+    digits: int,
+    *,
+    least: float = 0,
+    mark: float | None = None,
+) -> str:
+    """A bar for each layout; all are drawn against the longest one, or `least`."""
+    drawn = [(name, {part: value / scale for part, value in each[of].items()}) for name, each in _drawn(report)]
+    names = list(dict.fromkeys(part for _, parts in drawn for part in parts))
+    most = max(least, *(sum(parts.values()) for _, parts in drawn))
     rows = []
-    for name, each in drawn:
-        parts = {part: each["seconds"].get(part, 0.0) for part in names}
-        bar = stacked_bar(parts, most, "s", f"{name}: {fixed(each['step'], 3)} s")
-        rows.append(_row(name, f"{fixed(each['step'], 3)} s", bar))
-    return _panel("Time of a step", legend(names), *rows)
+    for name, parts in drawn:
+        total = f"{fixed(sum(parts.values()), digits)} {unit}"
+        bar = stacked_bar({part: parts.get(part, 0.0) for part in names}, most, unit, f"{name}: {total}", mark)
+        rows.append(f'<div class="row"><span>{escape(total)}</span><b>{escape(name)}</b>{bar}</div>')
+    return legend(names) + "".join(rows)
 
 
 def _chunks_panel(report: dict[str, Any]) -> str:
@@ -132,10 +133,6 @@ def _chunks_panel(report: dict[str, Any]) -> str:
 
 def _panel(heading: str, *parts: str) -> str:
     return f'<section class="panel"><h2>{escape(heading)}</h2>{"".join(parts)}</section>'
-
-
-def _row(name: str, value: str, bar: str) -> str:
-    return f'<div class="row"><span>{escape(value)}</span><b>{escape(name)}</b>{bar}</div>'
 
 
 def _yaml(report: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.planner.activations import POLICIES, activations, block_bytes
+from mindspeed_chunk.planner.choice import CANDIDATES
 from mindspeed_chunk.planner.compare import megatron as megatron_layouts
 from mindspeed_chunk.planner.compare.megatron import MEGATRON, Megatron
 from mindspeed_chunk.planner.compare.recipes import RECIPES
@@ -19,7 +20,7 @@ from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import KINDS, Layout
 from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
-from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, recommend
+from mindspeed_chunk.planner.recommend import Recommendation, recommend
 from mindspeed_chunk.planner.sequence import ulysses_problem, ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.state import state_bytes
@@ -34,7 +35,7 @@ def make_report(job: Job) -> dict[str, Any]:
     """Raises ConfigError where no plan can be made."""
     estimator = Estimator(job)
     found = recommend(job, estimator)
-    chosen = found.best or found.smallest
+    chosen = found.chosen
     return {
         "job": _job(job),
         "recommendation": _recommendation(job, found),
@@ -98,14 +99,13 @@ def _layouts(job: Job, estimator: Estimator, found: Recommendation) -> Iterator[
     Each with its own best setting, those with TP or PP of what `Megatron` tries.
     """
     megatron, pair = Megatron(job), list(megatron_layouts.pair(job))
-    chosen = found.best or found.smallest
-    yield _layout(estimator, chosen, "recommended" if found.best else "least memory")
+    yield _layout(estimator, found.chosen, "recommended" if found.best else "least memory")
     for layout, problem in pair:
         if problem:
             yield {"title": str(layout), "role": "3D", "problem": problem}
         else:
             yield _layout(megatron, megatron.best(layout), "3D")
-    shown = {chosen.setting.layout, *(layout for layout, _ in pair)}
+    shown = {found.chosen.setting.layout, *(layout for layout, _ in pair)}
     others = [each for layout, each in found.of_layout.items() if layout not in shown]
     others += [megatron.best(layout) for layout in megatron_layouts.possible(job) if layout not in shown]
     others.sort(key=lambda each: (each.peak > job.budget, each.step))
@@ -142,11 +142,12 @@ def _batch(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
     samples = chosen.micro_batch * chosen.accumulation
     size = chosen.samples_at_once if chosen.samples_at_once < samples else 1
     passes = samples // size
-    ways = {"accumulation": Setting(**{**chosen.__dict__, "micro_batch": size, "accumulation": passes, "chunk_mbs": 0})}
+    ways = {"accumulation": dataclasses.replace(chosen, micro_batch=size, accumulation=passes, chunk_mbs=0)}
     if passes > 1:
         policy = "offload" if chosen.policy == "none" else chosen.policy
-        changes = {"micro_batch": size * passes, "accumulation": 1, "chunk_mbs": size, "policy": policy}
-        ways["ChunkMBS"] = Setting(**{**chosen.__dict__, **changes})
+        ways["ChunkMBS"] = dataclasses.replace(
+            chosen, micro_batch=size * passes, accumulation=1, chunk_mbs=size, policy=policy
+        )
     for name, setting in ways.items():
         traffic, told = estimator.traffic(setting), _told(estimator(setting))
         for key, kind in (("gathers", ALL_GATHER), ("reduce_scatters", REDUCE_SCATTER)):
@@ -183,7 +184,7 @@ def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
         chosen = dataclasses.replace(chosen, layout=chosen.layout._replace(ep=_node_ep(job, chosen.layout)))
     for schedule in SCHEDULES:
         for keep in KEEPS:
-            for n in CHUNKS:
+            for n in CANDIDATES:
                 setting = dataclasses.replace(chosen, num_chunks=n, schedule=schedule, keep=keep)
                 each, shape = estimator(setting), setting.layer(job)
                 sent = exchanges(shape, num_chunks=n, keep=keep)

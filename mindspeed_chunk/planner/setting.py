@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mindspeed_chunk.config import ConfigError
@@ -95,6 +96,11 @@ class Setting:
     def micro_chunks(self) -> int:
         """Micro-chunks of a pass; 1 without ChunkMBS."""
         return -(-self.micro_batch // self.samples_at_once)
+
+    def as_passes(self) -> Setting:
+        """The same samples as passes instead of micro-chunks."""
+        passes = self.accumulation * self.micro_chunks
+        return dataclasses.replace(self, micro_batch=self.samples_at_once, accumulation=passes, chunk_mbs=0)
 
     def tokens(self, job: Job) -> int:
         """T: tokens that a block has at a time on one rank."""

@@ -24,7 +24,7 @@ from mindspeed_chunk.planner.model import ModelSize
 from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.state import Sharding, units
 
-_REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
+REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
 
 
 class Collective(NamedTuple):
@@ -115,7 +115,7 @@ def fsdp_traffic(
             gathers[1] += 2 * passes * elements * recipe.gathered
             reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
             reductions[0] += syncs
-            reductions[1] += syncs * elements * _REDUCED
+            reductions[1] += syncs * elements * REDUCED
     return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
 
 

@@ -110,14 +110,13 @@ def uses_host(names: list[str]) -> bool:
 
 
 def build(name: str) -> Case:
-    parsed = parse(name)
-    if parsed is not None:
-        return _chunked(name, parsed)
-    if name == WHOLE:
-        return _chunked(name, Parsed("rolling", 1, "whole"))
-    if name == "alltoall":
-        return Case(name, AllToAllDispatcher(), nullcontext())
-    return Case(name, bench_host.load(name), nullcontext())
+    parsed = Parsed("rolling", 1, "whole") if name == WHOLE else parse(name)
+    if parsed is None:
+        return Case(name, AllToAllDispatcher() if name == "alltoall" else bench_host.load(name), nullcontext())
+    # a patch can be entered again and again
+    whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
+    around = whole if parsed.mode == "whole" else nullcontext()
+    return Case(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
 
 
 def _baselines_here() -> list[str]:
@@ -139,10 +138,3 @@ def _config(parsed: Parsed) -> ChunkMoEConfig:
     if parsed.mode not in modes:
         raise ConfigError(f"mode {parsed.mode!r}: must be one of {', '.join(modes)}")
     return ChunkMoEConfig(moe_num_chunks=parsed.chunks, chunk_moe_schedule=parsed.schedule, **modes[parsed.mode])
-
-
-def _chunked(name: str, parsed: Parsed) -> Case:
-    # a patch can be entered again and again
-    whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
-    around = whole if parsed.mode == "whole" else nullcontext()
-    return Case(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.tools.bench_cases import Case, build
-from mindspeed_chunk.tools.measure import LiveBytes
+from mindspeed_chunk.tools.measure import LiveBytes, sent_to_others
 from mindspeed_chunk.wording import shortened
 
 # relative to the largest value: sums in another order
@@ -147,9 +148,15 @@ class Layer:
         inputs = (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH, *self.shared)
         return torch.autograd.grad(out_TH, inputs, self.grad_TH)
 
+    @contextlib.contextmanager
+    def around(self, case: Case) -> Iterator[None]:
+        """What must be active while the case runs."""
+        with case.around, torch.set_grad_enabled(not self.forward_only):
+            yield
+
     def run(self, case: Case) -> tuple[torch.Tensor, ...]:
         """The output and, unless only the forward is asked for, all gradients."""
-        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext():
+        with self.around(case):
             out_TH = self.forward(case)
             return (out_TH.detach(), *(() if self.forward_only else self.backward(out_TH)))
 
@@ -193,7 +200,7 @@ class Layer:
     def _residency(self, case: Case) -> Residency:
         weight_grads = self.fc1_LHF.nbytes + self.fc2_LIH.nbytes
         dist.barrier()
-        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext(), LiveBytes() as live:
+        with self.around(case), LiveBytes() as live:
             out_TH = self.forward(case)
             time.sleep(_SETTLE_S)
             kept, peak = live.now - out_TH.untyped_storage().nbytes(), live.peak
@@ -205,12 +212,10 @@ class Layer:
 
     def traffic(self, case: Case) -> Traffic | None:
         """None for MindSpeed-MM's code, which does not tell."""
-        rank = dist.get_rank()
         with observe() as events:
             self.run(case)
-        found = [event.detail for event in events if event.kind == "all_to_all"]
-        sent = sum((sum(each["send"]) - each["send"][rank]) * each["row_bytes"] for each in found)
-        exchanges, sent = map(int, self._most([len(found), sent]))
+        calls = sum(event.kind == "all_to_all" for event in events)
+        exchanges, sent = map(int, self._most([calls, sent_to_others(events)]))
         return Traffic(exchanges, sent) if exchanges else None
 
     def _most(self, values: list[float]) -> list[float]:

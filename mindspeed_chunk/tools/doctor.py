@@ -220,12 +220,9 @@ def show(report: dict) -> None:
     screen.print(facts)
     colours = {APPLIED: "green", READY: "green", DRIFTED: "red", host_probe.UNKNOWN: "red"}
     if report["patches"]:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in ("patch", "state", "detail"):
-            table.add_column(heading)
+        table = Table("patch", "state", "detail", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for patch in report["patches"]:
-            state = Text(patch["state"], colours.get(patch["state"], ""))
-            table.add_row(patch["name"], state, patch["detail"])
+            table.add_row(patch["name"], Text(patch["state"], colours.get(patch["state"], "")), patch["detail"])
         screen.print()
         screen.print(table)
     screen.print()

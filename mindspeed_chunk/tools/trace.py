@@ -81,7 +81,7 @@ def record_call(layer: Layer, case: Case) -> Record:
     """One call, all ranks starting together."""
     record = Record(dist.get_rank())
     dist.barrier()
-    with case.around, torch.set_grad_enabled(not layer.forward_only):
+    with layer.around(case):
         with record.direction("forward"):
             out_TH = layer.forward(case)
         if not layer.forward_only:

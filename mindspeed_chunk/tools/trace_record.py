@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 
 from mindspeed_chunk.moe.schedule import KINDS, Action, Schedule, Timeline, simulate
 from mindspeed_chunk.observe import Event, observe
+from mindspeed_chunk.tools.measure import sent_to_others
 
 COMPUTE, WIRE = "compute", "wire"
 WAIT, PLAN = "wait", "plan"
@@ -59,39 +61,31 @@ class Record:
     @classmethod
     def read(cls, told: dict) -> Record:
         """Back from `dataclasses.asdict`, JSON or not."""
-        transfers = [
-            Transfer(**{**each, "waits": [(begin, end) for begin, end in each["waits"]]}) for each in told["transfers"]
-        ]
-        return cls(told["rank"], list(map(tuple, told["directions"])), list(map(tuple, told["actions"])), transfers)
+        return cls(**{**told, "transfers": [Transfer(**each) for each in told["transfers"]]})
 
     @contextmanager
     def direction(self, name: str) -> Iterator[None]:
         """Record what happens in the block under this name."""
-        with observe() as events, self._watch(events):
-            begin = time.perf_counter()
-            yield
-            end = time.perf_counter()
+        with observe() as events:
+            watching: dict[str, Any] = {each: self._watching(each, events) for each in _WATCHED}
+            with mock.patch.multiple(dist, **watching):
+                begin = time.perf_counter()
+                yield
+                end = time.perf_counter()
         self.directions.append((name, begin, end))
         for event in events:
             if event.kind == "action":
                 self.actions.append((event.name, event.time, event.detail["in_flight"], event.detail["owners"]))
 
-    @contextmanager
-    def _watch(self, events: list) -> Iterator[None]:
-        originals = {name: getattr(dist, name) for name in _WATCHED}
-        for name, kind in _WATCHED.items():
-            setattr(dist, name, self._watching(originals[name], kind, events))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+    def _watching(self, function: str, events: list[Event]) -> Callable:
+        original, kind = getattr(dist, function), _WATCHED[function]
 
-    def _watching(self, original: Callable, kind: str, events: list[Event]) -> Callable:
         def launch(*args, **kwargs):
             # whoever launches has just told what for
             event = next((event for event in reversed(events) if event.kind == kind), None)
-            transfer = Transfer(event.name if event else kind, _sent(event), time.perf_counter())
+            transfer = Transfer(
+                event.name if event else kind, sent_to_others([event] if event else []), time.perf_counter()
+            )
             self.transfers.append(transfer)
             work = original(*args, **kwargs)
             return None if work is None else _Watched(work, transfer)
@@ -118,12 +112,6 @@ class _Watched:
         # called by a thread of the back end, or else at the end of the wait: the first of the two is nearer
         if self._transfer.end is None:
             self._transfer.end = time.perf_counter()
-
-
-def _sent(event: Event | None) -> int:
-    if event is None or "send" not in event.detail:
-        return 0
-    return (sum(event.detail["send"]) - event.detail["send"][dist.get_rank()]) * event.detail["row_bytes"]
 
 
 class Span(NamedTuple):
