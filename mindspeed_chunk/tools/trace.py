@@ -82,10 +82,10 @@ def record_call(layer: Layer, case: Case) -> Record:
     record = Record(dist.get_rank())
     dist.barrier()
     with layer.around(case):
-        with record.direction("forward"):
+        with record.watch("forward"):
             out_TH = layer.forward(case)
         if not layer.forward_only:
-            with record.direction("backward"):
+            with record.watch("backward"):
                 layer.backward(out_TH)
     dist.barrier()  # no transfer is under way any more
     return record
@@ -106,11 +106,7 @@ def _gather(told: object) -> list:
 def _middle(by_rank: list[list[Record]]) -> list[Record]:
     """Of the calls the median one, by its slowest rank: the records of all ranks."""
     calls = [list(records) for records in zip(*by_rank, strict=True)]
-
-    def slowest(records: list[Record]) -> float:
-        return max(record.directions[-1][2] - record.directions[0][1] for record in records)
-
-    return sorted(calls, key=slowest)[len(calls) // 2]
+    return sorted(calls, key=lambda records: max(record.seconds for record in records))[len(calls) // 2]
 
 
 def _write(options: argparse.Namespace, records: list[Record]) -> None:
