@@ -48,7 +48,7 @@ def terminal(table: Table) -> RichTable:
     from rich.table import Table as RichTable
 
     drawn = RichTable(
-        title=table.title, title_justify="left", caption=table.note or None, caption_justify="left",
+        title=table.title or None, title_justify="left", caption=table.note or None, caption_justify="left",
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     for number, heading in enumerate(table.columns):
@@ -57,6 +57,7 @@ def terminal(table: Table) -> RichTable:
             heading if wraps else heading.replace(" ", "\n"),
             justify="right" if number and not wraps else "left",
             no_wrap=not wraps,
+            overflow="fold",
         )
     for row in table.rows:
         drawn.add_row(*row)
