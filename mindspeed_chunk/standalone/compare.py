@@ -117,15 +117,13 @@ def names(paths):
 def plot(runs, path):
     """Write the loss curves as a PNG; needs matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         rule = "matplotlib cannot be imported"
         raise ConfigError.about("--plot", str(path), rule, "pip install 'mindspeed_chunk[tools]'") from None
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for number, (name, records) in enumerate(runs.items()):
         # thinner from curve to curve, so that equal ones stay visible under each other
         width = 1 + 2.5 * (len(runs) - 1 - number)
@@ -141,7 +139,6 @@ def plot(runs, path):
         reason = error.strerror or str(error)
         raise ConfigError.about("--plot", str(path), reason, "give another file") from None
     files.write_figure(path, figure, "--plot")
-    pyplot.close(figure)
 
 
 def main(argv=None):

@@ -207,14 +207,12 @@ def _ratio(ratio: tuple[float, float, float]) -> str:
 
 def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Time and memory against the number of chunks, of the first link; baselines as lines across."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     first = [each for each in measured if each.link == measured[0].link]
     curves = _curves(first)
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    times, memory = figure.subplots(1, 2)
     for number, (label, curve) in enumerate(curves.items()):
         _draw_curve(times, memory, curve, color=f"C{number}", label=label)
     for number, base in enumerate(each for each in first if parse(each.case) is None):
@@ -233,7 +231,6 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
     files.write_figure(Path(options.png), figure, "--png")
-    pyplot.close(figure)
 
 
 def _draw_curve(times: Any, memory: Any, curve: list[tuple[int, Measured]], color: str, label: str) -> None:

@@ -198,14 +198,12 @@ def _extent(drawn: list[Row], record: Record) -> tuple[float, float]:
 
 def draw(title: str, record: Record, path: str) -> None:
     """One rank as a PNG: measured lanes, and simulated ones below them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     drawn = _lanes(record)
     begin, end = _extent(drawn, record)
-    figure, axes = pyplot.subplots(figsize=(14, 1.8 + 0.45 * len(drawn)), layout="constrained")
+    figure = Figure(figsize=(14, 1.8 + 0.45 * len(drawn)), layout="constrained")
+    axes = figure.subplots()
     for number, row in enumerate(drawn):
         bars = [(1e3 * (span.start - begin), 1e3 * span.length) for span in row.spans]
         axes.broken_barh(
@@ -227,4 +225,3 @@ def draw(title: str, record: Record, path: str) -> None:
     axes.set(xlabel="ms", xlim=(0, 1e3 * (end - begin)), title=f"{drawable(title)}, rank {record.rank}\n{told}")
     axes.title.set_fontsize(10)
     files.write_figure(Path(path), figure, "--out")
-    pyplot.close(figure)
