@@ -220,7 +220,9 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         times.axhline(1e3 * base.median, label=base.case, **style)
         memory.axhline(base.memory()[1], **style)
     times.set(
-        ylabel="ms a layer call", title=drawable(f"time: median and quartiles, link {measured[0].link}"), ylim=(0, None)
+        ylabel="ms per layer call",
+        title=drawable(f"time: median and quartiles, link {measured[0].link}"),
+        ylim=(0, None),
     )
     memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
     ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
