@@ -7,6 +7,7 @@ planner counts with the same width, and imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,17 @@ def packed_bytes(hidden: int, element_size: int) -> int:
 def packed_width(hidden: int, dtype: torch.dtype) -> int:
     """Columns of `dtype` in a packed row of `hidden` columns."""
     return packed_bytes(hidden, dtype.itemsize) // dtype.itemsize
+
+
+def pack(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Packed rows `[T, W]` of `dtype` with the columns of `parts`, side by side; their tails are not written."""
+    hidden = sum(part.shape[1] for part in parts)
+    packed_TW = parts[0].new_empty((len(parts[0]), packed_width(hidden, dtype)), dtype=dtype)
+    start = 0
+    for part in parts:
+        packed_TW[:, start : start + part.shape[1]] = part
+        start += part.shape[1]
+    return packed_TW
 
 
 def tail(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:

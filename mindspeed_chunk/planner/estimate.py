@@ -24,14 +24,14 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar, cast
 
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
-from mindspeed_chunk.planner.expert_memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
-from mindspeed_chunk.planner.layout import Layout, Span
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, collective_seconds
+from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.sequence import ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, Unit, state_bytes, units
-from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.traffic import REDUCED, Collective, expert_traffic, fsdp_traffic
 
 _CHUNK_MBS_HIDDEN = 3  # hidden states of the whole batch that ChunkMBS holds

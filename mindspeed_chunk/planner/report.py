@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_chunk.config import KEEPS, SCHEDULES
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
+from mindspeed_chunk.moe.costs.choice import CANDIDATES
 from mindspeed_chunk.planner.activations import POLICIES, activations, block_bytes
-from mindspeed_chunk.planner.choice import CANDIDATES
 from mindspeed_chunk.planner.compare import megatron as megatron_layouts
 from mindspeed_chunk.planner.compare.megatron import MEGATRON, Megatron
 from mindspeed_chunk.planner.compare.recipes import RECIPES
@@ -19,7 +20,6 @@ from mindspeed_chunk.planner.compare.ring import ring_problem, ring_traffic
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import KINDS, Layout
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.recommend import Recommendation, recommend
 from mindspeed_chunk.planner.sequence import ulysses_problem, ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_chunk.planner.links import ALL_TO_ALL
+from mindspeed_chunk.hardware import ALL_TO_ALL
 from mindspeed_chunk.planner.model import ModelSize
 
 

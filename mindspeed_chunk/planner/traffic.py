@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_chunk.moe.packing import packed_bytes
-from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.expert_memory import LayerShape
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, collective_seconds
+from mindspeed_chunk.moe.costs.memory import LayerShape, row_bytes
 from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.links import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.model import ModelSize
 from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.state import Sharding, units
@@ -55,12 +53,6 @@ class Exchanges(NamedTuple):
 
     calls: int
     sent: int
-
-
-def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
-    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward."""
-    hidden, size = shape.hidden, shape.element_size
-    return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
 
 
 def exchanges(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, REDUCE_SCATTER
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
-from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, REDUCE_SCATTER
 from mindspeed_chunk.planner.model import num_by_kind
 from mindspeed_chunk.planner.recommend import best_of
 from mindspeed_chunk.planner.sequence import ulysses_problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_chunk.planner.links import POINT_TO_POINT
+from mindspeed_chunk.hardware import POINT_TO_POINT
 from mindspeed_chunk.planner.model import ModelSize
 
 

@@ -71,6 +71,15 @@ class LayerShape:
         return 3 * self.local_experts * self.hidden * self.intermediate
 
 
+def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
+    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward.
+
+    In the backward rows are packed; with "input", the tokens ride with their gradients.
+    """
+    hidden, size = shape.hidden, shape.element_size
+    return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
+
+
 class ExpertMemory(NamedTuple):
     """Bytes of a layer call.
 
@@ -224,9 +233,7 @@ class _Backward(_Walk):
         super().__init__(shape, rows, keep)
         self._hold("kept and output", 0, kept + shape.tokens * self._row)
         self._hold("router gradient", 0, shape.tokens * shape.top_k * shape.element_size)
-        # with "input", the tokens ride with their gradients
-        self._out_row = packed_bytes(shape.hidden * (2 if keep == "input" else 1), shape.element_size)
-        self._back_row = packed_bytes(shape.hidden, shape.element_size)
+        _, self._out_row, self._back_row = row_bytes(shape, keep)
 
     def P(self, c: int, rows: ChunkRows) -> None:
         packed = rows.tokens * self._out_row

@@ -1,8 +1,9 @@
-"""Which table stands in which document, and what each file should hold now."""
+"""Which table stands in which document, which files are made whole, and what each should hold now."""
 
 import difflib
 from pathlib import Path
 
+import drawings
 import public_api
 import setting_tables
 import version_tables
@@ -24,8 +25,10 @@ TABLES = {
     "docs/ascend.zh-CN.md": {"kernels": version_tables.kernels},
     "docs/api.md": {"names": public_api.table_of_names},
 }
-WHOLE_FILES = {"tests/public_api.txt": public_api.text}
-
+WHOLE_FILES = {
+    "tests/public_api.txt": public_api.text,
+    **{f"docs/{name}": draw for name, draw in drawings.DRAWINGS.items()},
+}
 
 FILES = (*TABLES, *WHOLE_FILES)
 
