@@ -80,7 +80,7 @@ def _routed(original: Callable) -> Callable:
 
 def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
     """The host's arguments in our terms: ids and weights told apart, its activation a callable, its forced balance."""
-    from mindspeed_chunk.moe.dispatcher import order_routing
+    from mindspeed_chunk.moe.arguments import order_routing
 
     named = dict(named)
     # the host's generic forward has them the other way round from transformers 5

@@ -9,7 +9,8 @@ import torch
 
 from layer import Case, Layer, ScaledGate, distance, run
 from mindspeed_chunk.config import ChunkMoEConfig
-from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.moe.arguments import order_routing
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.ops import npu_ops
 
 
