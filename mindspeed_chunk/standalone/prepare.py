@@ -1,6 +1,7 @@
 """What a rank does between reading the yaml and meeting the others: model, data, and all checks of them."""
 
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 
@@ -23,7 +24,7 @@ class Prepared:
     data: PackedText
 
 
-def prepare(config):
+def prepare(config: Config) -> Prepared:
     """Build the model and the data of a Config. Raises ConfigError, on every rank alike."""
     if config.ep.dispatcher == "chunkmoe":
         try:
@@ -39,7 +40,7 @@ def prepare(config):
     return Prepared(config, model, modules, data)
 
 
-def open_metrics(config):
+def open_metrics(config: Config) -> TextIO | None:
     """The metrics file, open for writing, or None. What is in it stays for now. Raises ConfigError."""
     path = config.metrics_path
     if path is None:
