@@ -1,4 +1,4 @@
-"""Which table stands in which document, and what each file should hold now."""
+"""Which table is in which document, and what each file should contain now."""
 
 import difflib
 from pathlib import Path

@@ -17,46 +17,46 @@ from mindspeed_chunk.standalone.section import Section
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qwen3_5_35b" / "tiny.yaml"
 HEAD = ("key", "must be", "default", "meaning")
 
-# Of the keys that the embedded trainer reads itself; their names are MindSpeed-MM's, but for `standalone`.
+# Meanings of the keys that the embedded trainer reads itself. Their names are MindSpeed-MM's, except `standalone`.
 MEANINGS = {
     "parallel.fully_shard_parallel_size": "FSDP2 shards over all ranks; there is no other data parallelism",
     "parallel.expert_parallel_size": "ranks that share the experts of a layer; divides the ranks and the experts",
-    "parallel.fsdp_plan.apply_modules": "FSDP2 units; what is in none of them belongs to the root's",
-    "parallel.fsdp_plan.param_dtype": "of gathered parameters, in which the model computes",
-    "parallel.fsdp_plan.reduce_dtype": "in which gradients are summed over ranks",
-    "parallel.fsdp_plan.reshard_after_forward": "gathered parameters are freed after the forward, and gathered again",
-    "parallel.fsdp_plan.num_to_forward_prefetch": "units gathered ahead in the forward",
-    "parallel.fsdp_plan.num_to_backward_prefetch": "units gathered ahead in the backward",
-    "parallel.ep_plan.apply_modules": "the modules that hold experts",
-    "parallel.ep_plan.dispatcher": "the road of an MoE layer",
-    "data.dataset_param.basic_parameters.cutoff_len": "tokens a sample",
+    "parallel.fsdp_plan.apply_modules": "FSDP2 units; parameters in none of them belong to the root unit",
+    "parallel.fsdp_plan.param_dtype": "dtype of gathered parameters, in which the model computes",
+    "parallel.fsdp_plan.reduce_dtype": "dtype in which gradients are summed over ranks",
+    "parallel.fsdp_plan.reshard_after_forward": "free gathered parameters after the forward, and gather them again in the backward",
+    "parallel.fsdp_plan.num_to_forward_prefetch": "number of units that are gathered ahead in the forward",
+    "parallel.fsdp_plan.num_to_backward_prefetch": "number of units that are gathered ahead in the backward",
+    "parallel.ep_plan.apply_modules": "the modules that contain experts",
+    "parallel.ep_plan.dispatcher": "how an MoE layer sends tokens to experts",
+    "data.dataset_param.basic_parameters.cutoff_len": "tokens per sample",
     "model.model_id": "the model",
-    "model.model_name_or_path": "a folder with its `config.json`; with weights beside it, these are loaded",
+    "model.model_name_or_path": "a folder with its `config.json`; if the folder also has weights, they are loaded",
     "model.attn_implementation": "transformers' name of the attention",
     "features.recompute": "recompute the blocks of `recompute_plan`",
     "features.recompute_plan.apply_modules": "the blocks that are recomputed",
     "features.enable_activation_offload": "offload activations of the blocks of `activation_offload_plan`",
-    "features.activation_offload_plan.apply_modules": "the blocks whose activations wait on the host",
-    "features.enable_chunk_mbs": "ChunkMBS, as `chunkmbs_plan` says",
-    "features.loss_cfg.router_aux_loss_coef": "weight of the routers' balance loss; with 0 it is not computed",
+    "features.activation_offload_plan.apply_modules": "the blocks whose activations are kept on the host",
+    "features.enable_chunk_mbs": "turn on ChunkMBS with the settings of `chunkmbs_plan`",
+    "features.loss_cfg.router_aux_loss_coef": "weight of the routers' balance loss; 0: it is not computed",
     "training.optimizer": "torch's AdamW",
-    "training.micro_batch_size": "samples a pass and rank",
-    "training.gradient_accumulation_steps": "passes an optimizer step",
-    "training.seed": "of the weights and of the order of samples",
+    "training.micro_batch_size": "samples per pass and rank",
+    "training.gradient_accumulation_steps": "passes per optimizer step",
+    "training.seed": "seed of the weights and of the order of samples",
     "training.lr": "learning rate, constant",
-    "training.weight_decay": "of AdamW",
-    "training.adam_beta1": "of AdamW",
-    "training.adam_beta2": "of AdamW",
-    "training.adam_eps": "of AdamW",
-    "training.clip_grad": "largest norm of all gradients together; with 0 they are not clipped",
-    "training.train_iters": "optimizer steps",
+    "training.weight_decay": "weight decay of AdamW",
+    "training.adam_beta1": "beta1 of AdamW",
+    "training.adam_beta2": "beta2 of AdamW",
+    "training.adam_eps": "eps of AdamW",
+    "training.clip_grad": "largest total norm of the gradients; 0: no clipping",
+    "training.train_iters": "number of optimizer steps",
     "training.log_interval": "steps between two log lines",
-    "standalone.metrics_path": "a file that rank 0 writes one JSON line a step to",
+    "standalone.metrics_path": "a file to which rank 0 writes one JSON line per step",
 }
 
 
 class _Ranks(int):
-    """A number of ranks whose text is what it stands for."""
+    """A number whose text is its meaning."""
 
     def __str__(self) -> str:
         return "the number of ranks"
@@ -71,7 +71,7 @@ def chunk_mbs() -> str:
 
 
 def trainer() -> str:
-    """Every key that the trainer asks for while it reads the example."""
+    """Every key that the trainer reads in the example."""
     rows = []
     for path, rule, default in trainer_keys():
         if path not in MEANINGS:
@@ -81,7 +81,7 @@ def trainer() -> str:
 
 
 def trainer_keys() -> list[tuple[str, str, str]]:
-    """Path, rule and default of each."""
+    """Path, rule and default of each key."""
     asked, read = {}, Section.read
 
     def recording(section, name, convert, default=dataclasses.MISSING):
@@ -98,7 +98,7 @@ def switches() -> str:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the docstring of a configuration says of each field: `name, name: text`, continued by indented lines."""
+    """The text for each field in the docstring of a configuration: `name, name: text`, continued by indented lines."""
     found = {}
     pattern = r"^(\w+(?:, \w+)*): (.+(?:\n {4}.+)*)"
     for names, text in re.findall(pattern, inspect.getdoc(cls) or "", re.M):
@@ -116,12 +116,12 @@ def _fields(cls: type) -> str:
 
 
 def _rule_of(convert: Callable[[object], object]) -> str:
-    """What it says of a value that is none."""
+    """Its rule, from the error for a wrong value."""
     try:
         convert(object())
     except ValueError as error:
         return str(error).removeprefix("must be ")
-    raise AssertionError(f"{convert} takes anything")
+    raise AssertionError(f"{convert} accepts any value")
 
 
 def _shown(default: object) -> str:

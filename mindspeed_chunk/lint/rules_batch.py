@@ -106,7 +106,7 @@ RULES = (
     Rule("positive-size", ERROR, "A batch size, a number of steps or a parallel size below 1.", positive),
     Rule("world-split", ERROR, "The parallel sizes do not fit the number of ranks. Needs `--world`.", world),
     Rule("global-batch", WARNING, "`training.global_batch_size` is not micro batch x data-parallel size x "
-         "accumulation, which MindSpeed-MM uses in its place.", global_size),
-    Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once a micro "
-         "batch.", accumulation),
+         "accumulation, which MindSpeed-MM uses instead.", global_size),
+    Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once per "
+         "micro batch.", accumulation),
 )  # fmt: skip

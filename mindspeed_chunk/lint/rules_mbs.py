@@ -128,14 +128,14 @@ def last_batch(subject: Subject) -> Iterator[Problem]:
 
 RULES = (
     Rule("chunk-mbs-settings", ERROR, "A key of ChunkMBS is unknown or out of range, or no block is named.", settings),
-    Rule("chunk-mbs-covered", ERROR, "A block of ChunkMBS is not in the lists of recompute and offload, where these "
-         "are on.", covered),
-    Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside of a block of ChunkMBS are not gathered with it "
+    Rule("chunk-mbs-covered", ERROR, "A block of ChunkMBS is not in the list of recompute or offload, and that feature "
+         "is on.", covered),
+    Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside a block of ChunkMBS are not gathered with it "
          "(`hook_modules`).", hooks),
     Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
     Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with "
          "(`enable_chunk_layer`).", neighbours),
-    Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument that is packed by something other than "
+    Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument with packed rows, which are not "
          "samples (`cu_seqlens`, `deepstack_visual_embeds`).", packed),
     Rule("chunk-mbs-memory", WARNING, "ChunkMBS without recompute or offload saves little memory.", memory),
     Rule("chunk-mbs-size", WARNING, "`chunk_mbs` is not smaller than `micro_batch_size`, so nothing is cut.", size),

@@ -103,9 +103,9 @@ def not_checked(subject: Subject) -> Iterator[Problem]:
 
 RULES = (
     Rule("wildcard", ERROR, "A list of modules has something in braces that is neither `{*}` nor a range.", wildcards),
-    Rule("chunk-mbs-order", ERROR, "Blocks of ChunkMBS stand inside of one another, or of a recomputed or offloaded "
+    Rule("chunk-mbs-order", ERROR, "A block of ChunkMBS is inside another one, or inside a recomputed or offloaded "
          "module. Needs the model.", order),
     Rule("unmatched-name", WARNING, "A name of a list matches no module of the model, built on the meta device by "
          "transformers. `mtp`, which only MindSpeed-MM's own classes have, is left out. Needs the model.", unmatched),
-    Rule("model-not-checked", NOTE, "What needs the model was not checked, and why.", not_checked),
+    Rule("model-not-checked", NOTE, "Rules that need the model were not checked, with the reason.", not_checked),
 )  # fmt: skip

@@ -163,28 +163,28 @@ def unread(subject: Subject) -> Iterator[Problem]:
 
 RULES = (
     Rule("chunk-moe-settings", ERROR, "A key of Chunk MoE is unknown, out of range, or contradicts another.", settings),
-    Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, op replay of "
-         "modules that hold experts, quantised grouped matmuls, LoRA on experts.", neighbours),
+    Rule("chunk-moe-neighbour", ERROR, "A feature is on that does not work with Chunk MoE: EP balance, op replay of "
+         "modules that contain experts, quantised grouped matmuls, LoRA on experts.", neighbours),
     Rule("experts-named", ERROR, "Expert parallelism or `chunkmoe` without the names of the experts.", experts_named),
     Rule("ep-size", ERROR, "`expert_parallel_size` does not divide the number of ranks (with `--world`) or of experts "
          "(with the model's config).", size),
-    Rule("chunk-moe-off", WARNING, "`chunkmoe` with `expert_parallel_size: 1`: no dispatcher is reached.", exchange),
-    Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE stand in a plan with another dispatcher.", effect),
+    Rule("chunk-moe-off", WARNING, "`chunkmoe` with `expert_parallel_size: 1`: no dispatcher is called.", exchange),
+    Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE are in a plan with another dispatcher.", effect),
     Rule("both-sizes", WARNING, "`moe_num_chunks` and `moe_chunk_size` are both set; the first is used.", both_sizes),
     Rule("two-chunks-for-memory", WARNING, "N = 2 with `chunk_moe_keep: rows` or `input` (or `chunk_moe_recompute`): "
-         "two chunks are resident at once, so N = 2 lowers the peak little. Each chunk of `chunk_moe_lookahead` "
-         "beyond 1 is one more.", two_chunks),
+         "two chunks are resident at once, so N = 2 lowers the peak only a little. Each chunk of "
+         "`chunk_moe_lookahead` beyond 1 adds one.", two_chunks),
     Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node, or than the devices whose links "
          "are as fast (`--devices-per-node`).", node),
     Rule("empty-chunks", WARNING, "`moe_num_chunks` is larger than the number of tokens of a call. Needs `cutoff_len`.",
          empty_chunks),
     Rule("skip-unread-unused", WARNING, "`chunk_moe_skip_unread` without recompute.", unread),
-    Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows an expert and chunk. Rows are T x K / (N x L), as in "
-         "[performance](performance.md#when-not-to-chunk): T tokens of a call at the most (the smaller of "
+    Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows per expert and chunk. Rows are T x K / (N x L), as in "
+         "[performance](performance.md#when-not-to-chunk): T tokens per call at most (the smaller of "
          "`micro_batch_size` and `chunk_mbs`, times `cutoff_len`, over the context-parallel size), K top-k, N chunks, "
-         "L experts of a rank. Needs `cutoff_len` and the model's config.", few_rows),
-    Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs a collective and a host copy a call that "
-         "`moe_num_chunks` does without.", collective),
+         "L experts per rank. Needs `cutoff_len` and the model's config.", few_rows),
+    Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs one more collective and host copy per call than "
+         "`moe_num_chunks`.", collective),
     Rule("allgather-traffic", NOTE, "`allgather` with `expert_parallel_size` > top-k moves more rows than an "
          "all-to-all. Needs the model's config.", allgather),
 )  # fmt: skip
