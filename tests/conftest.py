@@ -3,6 +3,8 @@
 import os
 import re
 
+import pytest
+
 # What a shell, a scheduler or torchrun may have set, and what results or their form depend on. Where Python is found
 # stays, and so do paths of checkouts and of torch_npu's wheel.
 INHERITED = re.compile(
@@ -18,6 +20,16 @@ def pytest_sessionstart():
     # one thread, so that ranks and tests do not fight for the cores
     os.environ |= {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
     os.umask(0o022)
+
+
+@pytest.fixture(autouse=True)
+def environment_stays():
+    """What a test sets, or a library in it (torch.compile: its cache's folder), ends with the test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_terminal_summary(terminalreporter):

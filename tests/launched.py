@@ -42,11 +42,11 @@ def chance(rank, world_size):
     return hash("text"), random.random(), torch.rand(1).item(), numpy.random.rand()
 
 
-def kill_the_parent(rank, world_size, folder):
+def kill_the_zygote(rank, world_size, folder, pid):
     Path(folder, str(rank)).write_text(str(os.getpid()))
     dist.barrier()
     if rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     time.sleep(60)
 
 

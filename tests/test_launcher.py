@@ -31,6 +31,12 @@ def test_what_a_shell_has_set_does_not_reach_the_tests(monkeypatch):
     assert {*inherited.split(), *ours.split(), *stay.split()} & {*os.environ} == {*stay.split(), "LC_ALL"}
 
 
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_what_a_test_sets_ends_with_it(time):
+    assert "SET_BY_A_TEST" not in os.environ
+    os.environ["SET_BY_A_TEST"] = time
+
+
 def test_results_come_back_in_rank_order():
     results = run_ranks(launched.add, 2, 3, scale=2)
     assert len(results) == 2
@@ -94,7 +100,7 @@ def test_why_a_zygote_cannot_fork_is_told(tmp_path, monkeypatch):
 
 def test_a_zygote_that_dies_leaves_no_rank_and_the_next_launch_has_another(tmp_path):
     with pytest.raises(RuntimeError, match="the zygote has ended with exit code -9"):
-        run_ranks(launched.kill_the_parent, 3, str(tmp_path))
+        run_ranks(launched.kill_the_zygote, 3, str(tmp_path), launcher.zygote(0).pid)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 3
     wait_for(lambda: not any(map(alive, pids)))
