@@ -192,7 +192,7 @@ SINCE_26_1 = {
         {},
         {"features": replaying("layers.{*}.gate", "layers.{0-1}")},
         {},
-        ["features.recompute_plan.op_replay_scopes: ['layers.{0-1}']: holds chunked layers (layers.{*}.experts)"],
+        ["features.recompute_plan.op_replay_scopes: ['layers.{0-1}']: contains chunked layers (layers.{*}.experts)"],
     ),
     "quantised": (
         {},

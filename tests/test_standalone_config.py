@@ -159,7 +159,7 @@ def test_a_misspelt_key_is_named_with_the_one_it_nearly_is():
 def test_chunk_keys_with_another_dispatcher():
     plan = "parallel.ep_plan"
     _, told = load_config(YAML, [f"{plan}.dispatcher=alltoall"], 2)
-    assert told == [f"{plan}.moe_num_chunks: without effect while {plan}.dispatcher is alltoall; set it to chunkmoe"]
+    assert told == [f"{plan}.moe_num_chunks: no effect while {plan}.dispatcher is alltoall; set it to chunkmoe"]
     assert load_config(YAML, [f"{plan}.dispatcher=alltoall", f"{plan}.moe_num_chunks=0"], 2)[1] == []
 
 

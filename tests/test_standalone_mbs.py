@@ -283,7 +283,7 @@ def test_settings_are_read_and_what_they_do_not_do_is_told():
     assert config.chunk_mbs == ChunkMBSConfig(apply_modules=pattern, chunk_kwarg_names=("attention_mask",))
     assert len(told) == 1 and told[0].startswith("features.enable_activation_offload: 'off': ")
     _, told = load_config(YAML, [MODEL, on, "features.chunkmbs_plan.chunk_mbs=4", *chunk_mbs(4)], 2)
-    assert told == ["features.chunkmbs_plan.chunk_mbs: 4: without effect, since training.micro_batch_size is 4"]
+    assert told == ["features.chunkmbs_plan.chunk_mbs: 4: no effect, because training.micro_batch_size is 4"]
     assert load_config(YAML, [MODEL], 2)[0].chunk_mbs is None
 
 
