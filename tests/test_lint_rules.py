@@ -165,7 +165,7 @@ SEEDS = {
                  [("- lm_head", "- lm_head.{a}")]),
     "no such module": ("unmatched-name", "parallel.fsdp_plan.apply_modules", "nearest one is lm_head",
                        [("- lm_head", "- lm_heat")]),
-    "nested blocks": ("chunk-mbs-order", f"{MBS}.apply_modules", "inside of other modules of the list",
+    "nested blocks": ("chunk-mbs-order", f"{MBS}.apply_modules", "inside other modules of the list",
                       [(f"chunkmbs_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}\n",
                         f"chunkmbs_plan:\n    apply_modules:\n      - {LAYERS}.{{*}}\n      - {LAYERS}.{{*}}.mlp\n")]),
     "no model": ("model-not-checked", "model.model_name_or_path", "were not checked", [("/tiny", "/none")]),

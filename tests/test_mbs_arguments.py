@@ -303,7 +303,7 @@ def by_length(first, second):
         (lambda x: Plain(x), "outputs of two micro-chunks differ: Plain"),
         (lambda x: (x, SimpleNamespace(text="line\n" * 99, x=x)), "outputs of two micro-chunks differ: namespace"),
         # copied into place, these would be broadcast, or written over those of others
-        (by_length(lambda x: x, lambda x: x[:, :1]), r"an output of shape \[1, 1, 6\] .*, where .* \[1, 7, 6\]"),
+        (by_length(lambda x: x, lambda x: x[:, :1]), r"an output of shape \[1, 1, 6\] .*, expected \[1, 7, 6\]"),
         (by_length(lambda x: x.flatten(0, 1), lambda x: x[:, :3].flatten(0, 1)), r"an output of shape \[3, 6\]"),
         (by_length(lambda x: x, lambda x: x.float()), r"torch.float32"),
     ],

@@ -236,11 +236,11 @@ BAD = {
     ),
     "recompute around": (
         ["features.recompute_plan.apply_modules=['model.language_model']"],
-        [f"{LAYERS}.0", "inside of modules of features.recompute_plan.apply_modules"],
+        [f"{LAYERS}.0", "inside modules of features.recompute_plan.apply_modules"],
     ),
     "twice": (
         [f"features.chunkmbs_plan.apply_modules=['{LAYERS}.{{*}}', '{LAYERS}.{{*}}.mlp']"],
-        [f"{LAYERS}.0.mlp", "inside of other modules of the list"],
+        [f"{LAYERS}.0.mlp", "inside other modules of the list"],
     ),
 }
 
