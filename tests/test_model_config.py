@@ -78,7 +78,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path, monkeypatch)
 def test_a_name_of_5000_characters_is_one_line(name):
     text = spoilt((f"{EXAMPLE / 'tiny'}", name))
     (found,) = [each for each in lint.check(Document(text, "x.yaml")) if each.rule == "model-not-checked"]
-    assert "no config.json here or beside the yaml" in found.message
+    assert "no config.json here or next to the yaml" in found.message
     with pytest.raises(ConfigError, match="has no config.json"):
         read_model_config(read(f"model.model_name_or_path={name}"), 256)
     with pytest.raises(ConfigError, match="no folder with a config.json, and no built-in model"):

@@ -12,7 +12,7 @@ from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
 
 _SIZE = f"{PLAN}.chunk_mbs"
-# Each with the place that it has in MindSpeed-MM 26.0.
+# Each with its place in MindSpeed-MM 26.0.
 _SWITCHES = (
     ("features.recompute", "parallel.recompute"),
     ("features.enable_activation_offload", "model.activation_offload_plan"),
@@ -25,9 +25,9 @@ def asked(subject: Subject) -> bool:
 
 
 def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
-    """The settings without what is wrong with them, one wrong key after the other; and all that is wrong."""
+    """The settings without their wrong keys; and the errors."""
     config, wrong = read_leniently(checks.read_config, subject.get(PLAN, {}), PLAN)
-    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to say
+    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to check
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
@@ -38,7 +38,7 @@ def settings(subject: Subject) -> Iterator[Problem]:
 
 
 def inner(subject: Subject) -> checks.Inner:
-    """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
+    """Modules that are recomputed and offloaded, by the key that turns it on; None if it is off."""
     found: dict[str, Sequence[str] | None] = {}
     for key, old in _SWITCHES:
         switch = old if subject.get(old) and not subject.get(key, False) else key
@@ -47,7 +47,7 @@ def inner(subject: Subject) -> checks.Inner:
 
 
 def units(subject: Subject) -> Mapping[str, list[str]]:
-    """Names of FSDP2 units, by the list of the yaml that they stand in."""
+    """Names of FSDP2 units, by the list of the yaml that has them."""
     found = {"parallel.fsdp_plan.apply_modules": subject.get("parallel.fsdp_plan.apply_modules", [])}
     if subject.get("parallel.expert_parallel_size", 1) > 1:
         efsdp, experts = (f"parallel.ep_plan.{key}" for key in ("apply_efsdp_modules", "apply_modules"))
@@ -63,7 +63,7 @@ def covered(subject: Subject) -> Iterator[Problem]:
     for switch, patterns in inner(subject).items():
         try:
             missing = checks.not_covered(switch, patterns, blocks) if patterns is not None else []
-        except ConfigError:  # of a name that cannot be read, which the check says below
+        except ConfigError:  # a name that cannot be read, which the check below reports
             missing = []
         edits = (Append(checks.names_key(switch), block) for block in missing)
         yield from problems(checks.check_covered, {switch: patterns}, blocks, edits=edits)
@@ -72,7 +72,7 @@ def covered(subject: Subject) -> Iterator[Problem]:
 def memory(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
         switches = [switch for switch, patterns in inner(subject).items() if patterns is None]
-        # only where it is plain for which modules
+        # only if the list of modules is given
         ready = [
             switch for switch in switches if subject.get(checks.names_key(switch)) and subject.document.find(switch)
         ]
@@ -122,7 +122,7 @@ def uneven(subject: Subject) -> Iterator[Problem]:
 def last_batch(subject: Subject) -> Iterator[Problem]:
     path = "data.dataloader_param.drop_last"
     if asked(subject) and subject.get(path) is False:
-        rule = "a short last batch makes fewer micro-chunks on one rank, and ranks must run equally many"
+        rule = "a short last batch makes fewer micro-chunks on one rank, and all ranks must run the same number"
         yield Problem(ConfigError.about(path, False, rule, "set it to true"), (Set(path, True),))
 
 
@@ -133,7 +133,7 @@ RULES = (
     Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside a block of ChunkMBS are not gathered with it "
          "(`hook_modules`).", hooks),
     Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
-    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with "
+    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that has not been tested with it "
          "(`enable_chunk_layer`).", neighbours),
     Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument with packed rows, which are not "
          "samples (`cu_seqlens`, `deepstack_visual_embeds`).", packed),
