@@ -337,4 +337,4 @@ def contained(rank, world_size):
 
 def test_units_that_cannot_be_gathered_with_their_block_are_refused():
     (told,) = run_ranks(contained, 1)
-    assert len(told) == 2 and all("stands in a container or in two places" in line for line in told)
+    assert len(told) == 2 and all("is in a container or in two places" in line for line in told)

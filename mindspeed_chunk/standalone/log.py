@@ -1,4 +1,4 @@
-"""What a run leaves behind: log lines in MindSpeed-MM's format, a progress bar on a terminal, metrics as JSON lines."""
+"""The output of a run: log lines in MindSpeed-MM's format, a progress bar on a terminal, metrics as JSON lines."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ class RunLog:
     """Rank 0's view of the run; on other ranks every call does nothing."""
 
     def __init__(self, training, global_batch_size, metrics, rank):
-        """metrics: open text file for JSON lines, which this closes in the end, or None."""
+        """metrics: open text file for JSON lines, which this object closes at the end, or None."""
         self._training, self._global_batch_size = training, global_batch_size
         self._metrics, self._quiet = metrics, rank != 0
         columns = (TextColumn("loss {task.fields[loss]:.4f}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -31,7 +31,7 @@ class RunLog:
             self._metrics.close()
 
     def iteration(self, iteration, losses, grad_norm, elapsed_ms, per_layer):
-        """losses: by name, "loss" first. per_layer: traffic counts, or None where they were not taken."""
+        """losses: by name, "loss" first. per_layer: traffic counts, or None if nothing was counted."""
         if self._quiet:
             return
         self._progress.update(self._task, completed=iteration, loss=losses["loss"])
@@ -61,8 +61,8 @@ class RunLog:
 def traffic_per_layer(events, num_calls):
     """Collectives and host copies of one training step, per MoE layer and micro batch.
 
-    events: what `observe` collected. The trainer marks "phase" forward and backward, the experts' forward marks "layer"
-        begin and end; a layer that runs in the backward is a recompute.
+    events: the events that `observe` collected. The trainer marks "phase" forward and backward, the experts' forward
+        marks "layer" begin and end; a layer that runs in the backward is a recompute.
     num_calls: MoE layers times micro batches.
     Returns {"forward": {kind: count}, "recompute": {...}, "backward": {...}} with the kinds that occurred.
     """
