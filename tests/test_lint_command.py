@@ -69,7 +69,7 @@ def test_a_line_names_file_line_severity_path_value_and_rule(run, tmp_path):
         ),
         (None, "cannot be read: No such file"),
         (CLEAN.replace("  recompute: true", "\trecompute: true"), "a tab"),
-        (CLEAN + "training: {}\n", "training: stands twice"),
+        (CLEAN + "training: {}\n", "training: given twice"),
         (spoilt(("micro_batch_size: 4", "micro_batch_size: four")), "micro_batch_size: 'four': must be an integer"),
         (spoilt(("moe_num_chunks: 4", "moe_num_chunks: two")), "moe_num_chunks: 'two': must be an integer"),
         (spoilt(("recompute: true", "recompute: 7")), "features.recompute: 7: must be a boolean"),

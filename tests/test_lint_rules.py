@@ -161,7 +161,7 @@ SEEDS = {
                    [("drop_last: true", "drop_last: false")]),
     "batch dimension": ("chunk-mbs-settings", f"{MBS}.batch_dim", "must be 0 or 1",
                         [add("    chunk_mbs: 2", "    batch_dim: 2")]),
-    "wildcard": ("wildcard", "parallel.fsdp_plan.apply_modules", "{a} is no wildcard",
+    "wildcard": ("wildcard", "parallel.fsdp_plan.apply_modules", "{a} is not a wildcard",
                  [("- lm_head", "- lm_head.{a}")]),
     "no such module": ("unmatched-name", "parallel.fsdp_plan.apply_modules", "nearest one is lm_head",
                        [("- lm_head", "- lm_heat")]),

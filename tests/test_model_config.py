@@ -106,9 +106,9 @@ PLANNED = {
     "odd list": ({"text_config.layer_types": [[], {}, 1, None]}, "must be a list of 4 (num_hidden_layers), each"),
     "text": ({"text_config": 5}, "text_config: 5: must be a mapping"),
     "vision": ({"vision_config": [1]}, "vision_config: [1]: must be a mapping"),
-    "layers": ({"text_config.num_hidden_layers": 10**9}, "is 1000000000, and at most 1000 layers are taken"),
+    "layers": ({"text_config.num_hidden_layers": 10**9}, "is 1000000000, but must be at most 1000"),
     "size": ({"text_config.hidden_size": 10**30}, "must be an integer of at least 1 and at most 1000000000;"),
-    "brackets": ("[" * 3000, "its config.json is not valid: too many brackets inside of one another"),
+    "brackets": ("[" * 3000, "its config.json is not valid: it has too many nested brackets"),
 }  # fmt: skip
 
 

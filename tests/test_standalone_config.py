@@ -78,7 +78,7 @@ def bad(tmp_path_factory):
             tiny("features.recompute_plan.apply_modules=['layers.{*}']"),
             ["features.recompute_plan.apply_modules", "layers.{*}", "matches no module"],
         ),
-        "wildcard": (tiny("parallel.fsdp_plan.apply_modules=['l.{a}']"), ["{a} is no wildcard"]),
+        "wildcard": (tiny("parallel.fsdp_plan.apply_modules=['l.{a}']"), ["{a} is not a wildcard"]),
         "names no list": (tiny("parallel.fsdp_plan.apply_modules=lm_head"), ["must be a list of module names"]),
         "number": (tiny("training.lr=fast"), ["training.lr: 'fast': must be a number >= 0"]),
         "number boolean": (tiny("training.lr=true"), ["training.lr: True: must be a number"]),
