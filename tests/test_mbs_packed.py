@@ -84,7 +84,9 @@ def test_rows_as_wide_as_the_hidden_states_need_a_name_of_the_users_under_any_na
     """The rule does not look at their number: with another batch it is another one."""
     told = visual(counts)
     kwargs = {"visual_pos_masks": told["visual_pos_masks"], "rows": told["deepstack_visual_embeds"]}
-    with pytest.raises(CannotCut, match=rf"^ChunkMBS, layers.0: rows: \[{sum(counts)}, 6\]: it is not clear whether its"):
+    with pytest.raises(
+        CannotCut, match=rf"^ChunkMBS, layers.0: rows: \[{sum(counts)}, 6\]: it is not clear whether its"
+    ):
         chunked(VisualBlock())(rand(B, S, H), **kwargs)
 
 
@@ -221,7 +223,9 @@ def test_what_a_block_left_for_later_ones_is_refused_where_it_is_read():
     first, second = (chunk.wrap(f"layers.{number}", shares, shares) for number in range(2))
     kept = UserDict()
     hidden = first(rand(B, S, H), shared_kv_states=kept)
-    with pytest.raises(CannotCut, match=r"^ChunkMBS, layers.1: shared_kv_states: UserDict with full_attention: a block would"):
+    with pytest.raises(
+        CannotCut, match=r"^ChunkMBS, layers.1: shared_kv_states: UserDict with full_attention: a block would"
+    ):
         second(hidden, shared_kv_states=kept)
 
 

@@ -33,10 +33,16 @@ def folder(path, change):
 
 # What lint, and what the trainer, says of it; None: it can be used.
 BAD = {
-    "layers": ({"text_config.num_hidden_layers": 100_000}, "its num_hidden_layers is 100000, and at most 1000 layers"),
-    "more layers": ({"text_config.num_hidden_layers": 10**12}, "its num_hidden_layers is 1000000000000, and at most"),
-    "list of layers": ({"text_config.layer_types": ["full_attention"] * 5000}, "its layer_types is 5000, and at most"),
-    "depth": ({"vision_config.depth": 10**9}, "its depth is 1000000000, and at most 1000 layers"),
+    "layers": ({"text_config.num_hidden_layers": 100_000}, "its num_hidden_layers is 100000, but must be at most 1000"),
+    "more layers": (
+        {"text_config.num_hidden_layers": 10**12},
+        "its num_hidden_layers is 1000000000000, but must be at most",
+    ),
+    "list of layers": (
+        {"text_config.layer_types": ["full_attention"] * 5000},
+        "its layer_types is 5000, but must be at most",
+    ),
+    "depth": ({"vision_config.depth": 10**9}, "its depth is 1000000000, but must be at most 1000"),
     "brackets": ("[" * 3000, "its config.json is not valid: "),
     "many brackets": ("[" * 200_000, "its config.json is not valid: "),
     "list": ("[]", "its config.json is not valid: it must be a mapping"),

@@ -328,7 +328,7 @@ READING = {
         {},
         {"apply_modules": NESTED, "hook_modules": ["layers.{*}", "layers.{*}.experts"]},
         {},
-        ["parallel.fsdp_plan.hook_modules: ['layers.{*}', 'layers.{*}.experts']: ", "nothing inside of them"],
+        ["parallel.fsdp_plan.hook_modules: ['layers.{*}', 'layers.{*}.experts']: ", "no modules inside them"],
     ),
 }
 OFFLOADED_TOO = {"loss_cfg": {"router_aux_loss_offload": True}}

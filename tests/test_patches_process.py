@@ -206,7 +206,7 @@ NO_OWN = {
         {},
         {},
         {"MINDSPEED_CHUNK_DISPATCHER": "host"},
-        ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "has no chunkmoe"],
+        ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "does not have its own chunkmoe"],
     )
 }
 # pydantic of a host with a chunkmoe of its own, which has typed fields for these, answers or converts first

@@ -32,7 +32,8 @@ def seeded(value):
 
 MANY = "more than 20000 values, with aliases written out, which is not supported; make it smaller"
 REFUSED = {
-    "timestamp": (seeded("!!timestamp x"), r":\d+: not valid yaml: 'x' is not a valid timestamp; correct the line, or the one"),
+    "timestamp": (seeded("!!timestamp x"),
+                  r":\d+: not valid yaml: 'x' is not a valid timestamp; correct the line, or the one"),
     "integer": (seeded('!!int ""'), r":\d+: not valid yaml: '' is not a valid int"),
     "boolean": (seeded("!!bool x"), r":\d+: not valid yaml: 'x' is not a valid bool"),
     "float": (seeded("!!float x"), r":\d+: not valid yaml: 'x' is not a valid float"),
@@ -42,7 +43,8 @@ REFUSED = {
     "brackets": (seeded("[" * 3000), r":\d+: more than 50 nested levels, which is not supported"),
     "dashes": (b"a: 1\nb:\n" + b"- " * 3000, r":\d+: more than 50 nested levels"),
     "twice": (spoilt(("    moe_num_chunks: 4", "    moe_num_chunks: 4\n    moe_num_chunks: 2")).encode(),
-              r":\d+: moe_num_chunks: given twice, in line \d+ and here, and the loader would silently take the last one"),
+              r":\d+: moe_num_chunks: given twice, in line \d+ and here, "
+              "and the loader would silently take the last one"),
     "six levels": (bomb(6).encode(), rf":\d+: {MANY}"),
     "eight levels": (bomb(8).encode(), rf":\d+: {MANY}"),
     "thirty levels": (bomb(30, 2).encode(), rf":\d+: {MANY}"),
@@ -142,7 +144,10 @@ def test_a_mark_of_utf_8_at_the_beginning_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("training.seed=2020-13-45", "training.seed=2020-13-45:1: not valid yaml: '2020-13-45' is not a valid timestamp"),
+        (
+            "training.seed=2020-13-45",
+            "training.seed=2020-13-45:1: not valid yaml: '2020-13-45' is not a valid timestamp",
+        ),
         ("training.seed=!!bool x", "training.seed=!!bool x:1: not valid yaml: 'x' is not a valid bool"),
         ("training.seed=" + "[" * 3000, "more than 50 nested levels"),
         ("training..seed=1", "training..seed=1: must read key.path=value"),

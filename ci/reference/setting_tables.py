@@ -24,7 +24,7 @@ MEANINGS = {
     "parallel.fsdp_plan.apply_modules": "FSDP2 units; parameters in none of them belong to the root unit",
     "parallel.fsdp_plan.param_dtype": "dtype of gathered parameters, in which the model computes",
     "parallel.fsdp_plan.reduce_dtype": "dtype in which gradients are summed over ranks",
-    "parallel.fsdp_plan.reshard_after_forward": "free gathered parameters after the forward, and gather them again in the backward",
+    "parallel.fsdp_plan.reshard_after_forward": "free gathered parameters after the forward; gather them again later",
     "parallel.fsdp_plan.num_to_forward_prefetch": "number of units that are gathered ahead in the forward",
     "parallel.fsdp_plan.num_to_backward_prefetch": "number of units that are gathered ahead in the backward",
     "parallel.ep_plan.apply_modules": "the modules that contain experts",

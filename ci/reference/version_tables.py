@@ -80,7 +80,7 @@ def _bound(version: str) -> list[str]:
 
 
 def kernels() -> str:
-    """The dtypes of `OPS`; the comment on `LATER` says which releases have it, which is the difference of the columns."""
+    """The dtypes of `OPS`. The columns differ in `LATER`; its comment says which releases have it."""
 
     def told(dtypes: tuple) -> str:
         return ", ".join(_DTYPES[str(dtype).removeprefix("torch.")] for dtype in dtypes)
