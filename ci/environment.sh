@@ -50,7 +50,7 @@ beside_package() {
     local copy=$1/checkout
     rm -rf "$copy"
     mkdir "$copy"
-    cp -r ./*.md LICENSE pyproject.toml setup.py .ci .github ci docs examples patches tests "$copy"
+    cp -r ./*.md LICENSE pyproject.toml setup.py .ci .github benchmarks ci docs examples patches tests "$copy"
     cd "$copy"
     "$1/bin/python" -c 'import mindspeed_chunk, sys; sys.exit("site-packages" not in mindspeed_chunk.__file__)' ||
         fail "python in $copy does not import the installed mindspeed_chunk; unset PYTHONPATH"

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mindspeed_chunk.patches import settings
 from mindspeed_chunk.patches.hooks import PostImport
 
 if TYPE_CHECKING:
@@ -36,9 +37,12 @@ HOOKS: dict[str, tuple[str, ...]] = {
     f"{_FSDP}.features.communication.chunk_mbs": ("chunk_mbs",),
     f"{_FSDP}.features.apply_features": ("features_applier",),
     f"{_FSDP}.distributed.expert_parallel.comm": ("row_counts",),
-    f"{_FSDP}.utils.device": ("cpu_device",),
-    f"{_FSDP}.features.memory.async_offload": ("cpu_device",),
-    f"{_FSDP}.features.memory.grad_offload": ("cpu_device",),
+}
+# The same for a host on a CPU, with MINDSPEED_CHUNK_DEVICE=cpu: for tests, demos and examples, never for training.
+ON_CPU: dict[str, tuple[str, ...]] = {
+    f"{_FSDP}.utils.device": ("on_cpu.device",),
+    f"{_FSDP}.features.memory.async_offload": ("on_cpu.device",),
+    f"{_FSDP}.features.memory.grad_offload": ("on_cpu.device",),
 }
 
 _hooks: PostImport | None = None
@@ -49,13 +53,12 @@ _met: list[Patch] = []  # patches whose module the host has imported, in that or
 def install() -> None:
     """Apply each patch when the host's module is imported; a second call does no harm."""
     global _hooks
-    from mindspeed_chunk.patches import settings
-
     if _hooks is not None or _broken or settings.disabled():
         return
-    _hooks = PostImport(HOOKS, _on_import)
+    names = HOOKS | ON_CPU
+    _hooks = PostImport(names, _on_import)
     sys.meta_path.insert(0, _hooks)
-    for name in HOOKS:
+    for name in names:
         if name in sys.modules:
             _on_import(name, sys.modules[name])
 
@@ -82,8 +85,8 @@ def _on_import(name: str, module: ModuleType) -> None:
     if _hooks is None:
         return
     try:
-        _warn_of_copies()
-        for patch in _records(HOOKS[name]):
+        _warn()
+        for patch in _records(HOOKS.get(name) or (ON_CPU[name] if settings.on_cpu() else ())):
             if patch.module == name:
                 _met.append(patch)
                 patch.on_import(module)
@@ -101,16 +104,12 @@ def _on_import(name: str, module: ModuleType) -> None:
 
 
 @functools.cache
-def _warn_of_copies() -> None:
+def _warn() -> None:
     from mindspeed_chunk import copies
     from mindspeed_chunk.patches.record import log_once
 
-    for problem in copies.problems():
+    for problem in (*copies.problems(), *settings.problems()):
         log_once(logging.WARNING, f"mindspeed_chunk: {problem}")
-
-
-def _files() -> list[str]:
-    return list(dict.fromkeys(file for files in HOOKS.values() for file in files))
 
 
 def _records(files: Iterable[str]) -> tuple[Patch, ...]:
@@ -121,7 +120,7 @@ def _records(files: Iterable[str]) -> tuple[Patch, ...]:
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """`PATCHES`: every record, in the order in which they apply, imported on first use."""
+        """`PATCHES`: every record of HOOKS, in the order in which they apply, imported on first use."""
         if name != "PATCHES":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return _records(_files())
+        return _records(dict.fromkeys(file for files in HOOKS.values() for file in files))

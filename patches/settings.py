@@ -39,6 +39,17 @@ def strict() -> bool:
     return os.environ.get(STRICT) == "1"
 
 
+def on_cpu() -> bool:
+    """Whether the host shall run on a CPU."""
+    return os.environ.get(DEVICE) == "cpu"
+
+
+def problems() -> list[str]:
+    """One line for each switch that has no effect."""
+    device = os.environ.get(DEVICE)
+    return [f"{DEVICE}: {device}: has no effect; only cpu is known"] if device not in (None, "", "cpu") else []
+
+
 def host_dispatcher_chosen() -> bool:
     """Whether a host that has its own `chunkmoe` must run that one."""
     return os.environ.get(DISPATCHER) == "host"

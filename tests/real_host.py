@@ -208,10 +208,10 @@ def import_host():
 
 
 def hook_cpu_patches():
-    from mindspeed_chunk.patches import cpu_device
     from mindspeed_chunk.patches.hooks import PostImport
+    from mindspeed_chunk.patches.on_cpu import device
 
-    patches = {patch.module: patch for patch in cpu_device.PATCHES}
+    patches = {patch.module: patch for patch in device.PATCHES}
     sys.meta_path.insert(0, PostImport(patches, lambda name, module: patches[name].on_import(module)))
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_chunk.patches import cpu_device, settings
-from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED
+from mindspeed_chunk import patches
+from mindspeed_chunk.patches import settings
+from mindspeed_chunk.patches.on_cpu import device
+from mindspeed_chunk.patches.record import APPLIED, DRIFTED
 
 HELPERS = (
     "create_stream",
@@ -39,30 +41,33 @@ def host_device():
 
 @pytest.fixture
 def patch():
-    patch = dataclasses.replace(cpu_device.PATCHES[0])
+    patch = dataclasses.replace(device.PATCHES[0])
     yield patch
     patch.take_back()
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    monkeypatch.setenv(settings.DEVICE, "cpu")
-
-
-@pytest.mark.parametrize("value, warnings", [(None, 0), ("", 0), ("gpu", 1)])
-def test_nothing_is_touched_unless_asked_for(patch, monkeypatch, caplog, value, warnings):
+@pytest.mark.parametrize("value, warnings", [(None, 0), ("", 0), ("gpu", 1), ("cpu", 0)])
+def test_nothing_is_imported_or_touched_unless_asked_for(monkeypatch, caplog, value, warnings):
     monkeypatch.delenv(settings.DEVICE, raising=False)
     if value is not None:
         monkeypatch.setenv(settings.DEVICE, value)
+    monkeypatch.delitem(sys.modules, device.__name__)
+    monkeypatch.setattr(patches, "_hooks", object())  # as after `install`
+    monkeypatch.setattr(patches, "_met", met := [])
+    patches._warn.cache_clear()
     module = host_device()
     before = dict(vars(module)), [getattr(*where) for where in TORCH]
-    patch.on_import(module)
-    assert patch.state == NOT_NEEDED
-    assert (dict(vars(module)), [getattr(*where) for where in TORCH]) == before
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+    patches._on_import(device.PATCHES[0].module, module)
+    asked = value == "cpu"
+    assert [patch.state for patch in met] == [APPLIED] * asked
+    assert (device.__name__ in sys.modules) == asked
+    assert ((dict(vars(module)), [getattr(*where) for where in TORCH]) == before) == (not asked)
+    assert sum(settings.DEVICE in record.getMessage() for record in caplog.records) == warnings
+    for patch in met:
+        patch.take_back()
 
 
-def test_everything_is_taken_back(patch, asked):
+def test_everything_is_taken_back(patch):
     module = host_device()
     before = dict(vars(module)), [getattr(*where) for where in TORCH], sys.modules["torch.accelerator"]
     patch.on_import(module)
@@ -73,7 +78,7 @@ def test_everything_is_taken_back(patch, asked):
     assert (dict(vars(module)), [getattr(*where) for where in TORCH], sys.modules["torch.accelerator"]) == before
 
 
-def test_a_module_without_the_helpers_is_named_and_left_alone(patch, asked):
+def test_a_module_without_the_helpers_is_named_and_left_alone(patch):
     module = host_device()
     del module.create_event
     before = dict(vars(module)), [getattr(*where) for where in TORCH]
@@ -82,7 +87,7 @@ def test_a_module_without_the_helpers_is_named_and_left_alone(patch, asked):
     assert (dict(vars(module)), [getattr(*where) for where in TORCH]) == before
 
 
-def test_helpers_of_the_host(patch, asked):
+def test_helpers_of_the_host(patch):
     module = host_device()
     patch.on_import(module)
     assert not module.IS_NPU_AVAILABLE and not module.IS_CUDA_AVAILABLE
@@ -97,7 +102,7 @@ def test_helpers_of_the_host(patch, asked):
     assert torch.empty(1, device=torch.accelerator.current_device_index()).device.type == "cpu"
 
 
-def test_counts_of_integers(patch, asked):
+def test_counts_of_integers(patch):
     values = torch.rand(50)
     by_torch = torch.histc(values, bins=10, min=0, max=1)
     patch.on_import(host_device())
@@ -108,7 +113,7 @@ def test_counts_of_integers(patch, asked):
         torch.histc(torch.tensor([1, 2]), bins=7, min=1, max=7)
 
 
-def test_gather_into_rows(patch, asked, monkeypatch):
+def test_gather_into_rows(patch, monkeypatch):
     def gather(output, input, group=None, async_op=False):
         assert output.dim() == input.dim() == 1
         output.copy_(input.repeat(2))
@@ -121,8 +126,8 @@ def test_gather_into_rows(patch, asked, monkeypatch):
     patch.take_back()  # before monkeypatch takes back its own
 
 
-def test_host_buffers_are_not_pinned(asked):
-    patch = dataclasses.replace(cpu_device.PATCHES[1])
+def test_host_buffers_are_not_pinned():
+    patch = dataclasses.replace(device.PATCHES[1])
     module = types.ModuleType("async_offload")
     module.torch = torch
     patch.on_import(module)

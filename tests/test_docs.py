@@ -2,7 +2,6 @@
 
 import ast
 import re
-import runpy
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -22,7 +21,7 @@ SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) +(.*)$", re.M)
 NUMBER = re.compile(r"\d+(?:\.\d+)*(?:e-?\d+)?")
-OURS = re.compile(r"(?<![\w./-])((?:ci|docs|examples|mindspeed_chunk|patches|tests)/[\w./-]*)")
+OURS = re.compile(r"(?<![\w./-])((?:benchmarks|ci|docs|examples|mindspeed_chunk|patches|tests)/[\w./-]*)")
 # files of MindSpeed-MM that stand in folders of the same names
 THEIRS = {"examples/qwen3_5/README.md"}
 
@@ -168,8 +167,3 @@ def test_messages_in_the_troubleshooting_are_those_of_the_code():
             # keys and values are put together with colons, rules and ways out with semicolons
             for piece in re.split(r"; |: ", part):
                 assert piece.strip(" :;,") in said, message
-
-
-def test_drawings_are_what_their_script_draws():
-    for name, draw in runpy.run_path(str(ROOT / "ci" / "draw_docs.py"))["DRAWINGS"].items():
-        assert read(ROOT / "docs" / name) == draw(), "run: python ci/draw_docs.py"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from layer import TOLERANCE, Case, Layer, distance, recomputed
+from mindspeed_chunk import log
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe import auto
 from mindspeed_chunk.moe.auto import NumChunks, busiest_rows, received
@@ -62,7 +63,7 @@ def test_a_slow_link_takes_more_chunks_than_a_fast_one_and_the_reason_is_told(ca
             group=None,
         )  # fmt: skip
         counts = torch.full((2, 16, 8), 96)
-        auto._told.clear()
+        log._said.clear()
         with (
             mock.patch.object(auto, "measure", lambda *_, rate=rate: calls.append(1) or device(rate)),
             caplog.at_level(logging.INFO, logger="mindspeed_chunk"),

@@ -158,7 +158,7 @@ def test_a_backward_leaves_nothing_alive_where_nobody_comes_for_its_last_rows():
     out.backward(grad)
     del grad
     gc.collect()
-    assert kept() is None and out.grad_fn.opened._walk is None
+    assert kept() is None and out.grad_fn.opened.walk is None
 
 
 def test_a_failure_is_raised_again_where_the_result_is_asked_for():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from layer import Case, Layer, check, distance, recomputed
+from mindspeed_chunk import log
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
@@ -274,6 +275,7 @@ def test_more_chunks_than_tokens_is_told_once_and_only_in_training(caplog):
             Layer(Case(chunks=4, tokens=(tokens,))).fast(dispatcher)
         return [record.getMessage() for record in caplog.records]
 
+    log._said.clear()
     dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=4))
     assert told(4) == told(0) == told(3, grad=False) == []
     (line,) = told(3)

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from mindspeed_chunk import ops
+from mindspeed_chunk import log, ops
 from mindspeed_chunk.moe import reference
 from mindspeed_chunk.moe.packing import packed_width, tail
 from mindspeed_chunk.ops import BACK_ENDS, cpu
@@ -165,8 +165,10 @@ def test_products_in_sending_order_are_the_products_put_in_that_order(counts):
 
 def test_the_chosen_back_end_is_told_once_and_not_before_anybody_can_read_it(caplog, monkeypatch):
     """The host checks its settings, and with them the back end, before it sets the level of its log."""
-    monkeypatch.setattr(ops, "_told", set())
+    monkeypatch.setattr(log, "_said", set())
     for level in (logging.WARNING, logging.INFO, logging.INFO):
-        with caplog.at_level(level, ops.__name__):
+        with caplog.at_level(level, "mindspeed_chunk"):
             ops.resolve("auto", torch.device("cpu"))
-    assert [record.getMessage() for record in caplog.records] == ["Chunk MoE: back end cpu, chosen by the device"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "mindspeed_chunk: Chunk MoE: back end cpu, chosen by the device"
+    ]

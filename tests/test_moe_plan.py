@@ -9,10 +9,13 @@ import torch.distributed as dist
 from launcher import run_ranks
 from mindspeed_chunk.moe.plan import (
     Cut,
+    Gather,
     PendingPlan,
     agree_num_chunks,
     count_keys,
+    merged,
     num_counts,
+    plan_chunks,
     route,
 )
 from mindspeed_chunk.observe import observe
@@ -54,13 +57,18 @@ def test_route_marks_what_is_out_of_range_and_what_is_padding():
     assert route(index, 4, torch.tensor([False, True, True])).tolist() == [[0, 3], [5, 5], [5, 5]]
 
 
-def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
+def gather_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
     route_TK = route(index_TK, num_experts, pad_T)
     cut = Cut(len(index_TK), num_chunks)
     counts = cpu.count(count_keys(route_TK, cut, num_experts), num_counts(num_chunks, num_experts))
     assert counts.dtype == torch.int64
     none = counts.new_zeros(1)
-    return PendingPlan(counts, cut.slices, num_experts, none, word, group, on_disagreement, on_rerouted=None)
+    return Gather(counts, num_experts, none, word, group, on_disagreement, on_rerouted=None)
+
+
+def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, **agreement):
+    gather = gather_of(index_TK, pad_T, num_chunks, num_experts, group, **agreement)
+    return PendingPlan(gather.read, Cut(len(index_TK), num_chunks).slices, group)
 
 
 def inputs_of(rank, tokens, num_experts, top_k):
@@ -121,13 +129,15 @@ def test_plan_without_a_group_needs_no_process_group():
 
 
 def merged_plans(rank, world_size):
-    everybody = [inputs_of(r, (11, 4), 8, 3) for r in range(world_size)]
-    fine = plan_of(*everybody[rank], 6, 8, dist.group.WORLD).wait()
+    inputs = inputs_of(rank, (11, 4), 8, 3)
+    counts = gather_of(*inputs, 6, 8, dist.group.WORLD).read()
+    slices = Cut(len(inputs[0]), 6).slices
+    fine = plan_chunks(counts, slices, rank)
     for chunks in (1, 2, 3, 6):
-        pending = plan_of(*everybody[rank], 6, 8, dist.group.WORLD)
-        tokens, merged, run = pending.merge(chunks), pending.wait(), 6 // chunks
-        assert tokens == tuple(chunk.tokens for chunk in merged) and len(merged) == chunks
-        for c, chunk in enumerate(merged):
+        tokens, run = merged(slices, chunks), 6 // chunks
+        coarse = plan_chunks(counts.merged(chunks), tokens, rank)
+        assert tokens == tuple(chunk.tokens for chunk in coarse) and len(coarse) == chunks
+        for c, chunk in enumerate(coarse):
             parts = fine[c * run : (c + 1) * run]
             assert (chunk.tokens.start, chunk.tokens.stop) == (parts[0].tokens.start, parts[-1].tokens.stop)
             for field in ("send_splits", "recv_splits"):

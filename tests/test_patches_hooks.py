@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_chunk import patches
 from mindspeed_chunk.patches.hooks import PostImport
+from mindspeed_chunk.patches.on_cpu import device as on_cpu
 
 NAME = "hooked_module"
 TEXT = """value = 1
@@ -40,17 +41,20 @@ def seen(tmp_path, monkeypatch):
 
 
 def test_the_table_of_hooks_is_that_of_the_records():
-    assert {patch.module for patch in patches.PATCHES} == set(patches.HOOKS)
-    for patch in patches.PATCHES:
-        files = [importlib.import_module(f"mindspeed_chunk.patches.{file}") for file in patches.HOOKS[patch.module]]
-        assert patch in [each for file in files for each in vars(file).get("PATCHES", [getattr(file, "PATCH", None)])]
+    for records, hooks in ((patches.PATCHES, patches.HOOKS), (on_cpu.PATCHES, patches.ON_CPU)):
+        assert {patch.module for patch in records} == set(hooks)
+        for patch in records:
+            files = [importlib.import_module(f"mindspeed_chunk.patches.{file}") for file in hooks[patch.module]]
+            found = [vars(file).get("PATCHES", [getattr(file, "PATCH", None)]) for file in files]
+            assert patch in [each for several in found for each in several]
+    assert not set(patches.HOOKS) & set(patches.ON_CPU)
 
 
 def test_every_patch_has_one_record_and_its_file_is_in_the_table():
-    names = [patch.name for patch in patches.PATCHES]
+    names = [patch.name for patch in (*patches.PATCHES, *on_cpu.PATCHES)]
     assert len(set(names)) == len(names)
     folder = importlib.resources.files(patches)
-    with_records = {file.name.removesuffix(".py") for file in folder.iterdir() if "Patch(\n" in file.read_text("utf-8")}
+    with_records = {file.stem for file in folder.glob("*.py") if "Patch(\n" in file.read_text("utf-8")}
     assert with_records == {file for files in patches.HOOKS.values() for file in files}
 
 

@@ -12,6 +12,7 @@ import yaml
 from json_records import assert_record
 from launcher import HANG_S
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner import (
     LayerShape,
     Link,
@@ -31,7 +32,6 @@ from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner.model import BUILT_IN
 from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import recommend

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from mindspeed_chunk.hardware import Span
 from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
-from mindspeed_chunk.planner.links import Span
 
 
 def test_every_rank_is_in_one_group_of_each_kind_in_all_layouts_up_to_256_ranks():

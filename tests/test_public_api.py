@@ -19,7 +19,7 @@ NAMES = {f"{module}.{name}": value for module, name, value in public_api.names()
 @pytest.mark.parametrize("name", documents.FILES)
 def test_what_is_made_from_the_code_is_current(name):
     changed = documents.difference(name, documents.current(name))
-    assert not changed, f"`python ci/reference` writes it; docs/release.md says what a change means\n{changed}"
+    assert not changed, f"`python docs/make` writes it; docs/release.md says what a change means\n{changed}"
 
 
 def test_a_change_is_a_readable_difference(monkeypatch):

@@ -13,7 +13,7 @@ from mindspeed_chunk.standalone.prepare import prepare
 from mindspeed_chunk.tools.measure import GATHER, REDUCE_SCATTER, Collectives, LiveBytes
 from standalone_ranks import MODEL, YAML, curves, gradients, read, trainer
 
-STEPS = {2: 3, 4: 2}  # ci/loss_curves.py takes more
+STEPS = {2: 3, 4: 2}  # benchmarks/loss_curves.py takes more
 SHORT = "data.dataset_param.basic_parameters.cutoff_len=16"
 AUX = "features.loss_cfg.router_aux_loss_coef"
 LAYERS = "model.language_model.layers"

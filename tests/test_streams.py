@@ -23,7 +23,7 @@ from mindspeed_chunk.dist import DONE
 from mindspeed_chunk.mbs import offload as mbs_offload
 from mindspeed_chunk.moe import executor
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.moe.plan import PendingPlan
+from mindspeed_chunk.moe.plan import Gather
 from offloaded import ROWS, H, blocks, equal, make, rand, run
 
 CASES = [
@@ -91,7 +91,7 @@ LAYER_SABOTAGE = {
         "copy_ on a side stream reads what a gather on the wire uses",
     ),
     "the gathered row, before that wait": (
-        taken_away(PendingPlan, "__init__", plan_without_row),
+        taken_away(Gather, "__init__", plan_without_row),
         "freed while a gather on the wire uses it",
     ),
 }

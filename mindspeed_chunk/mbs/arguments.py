@@ -5,10 +5,8 @@ B samples per call, b per micro-chunk, S sequence length, H hidden size.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import accumulate
 from operator import mul
@@ -19,10 +17,9 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from mindspeed_chunk.config import ChunkMBSConfig
 from mindspeed_chunk.device import untraced
+from mindspeed_chunk.log import say_once
 from mindspeed_chunk.mbs.checks import PACKED, VISUAL_ROWS
 from mindspeed_chunk.wording import shown
-
-logger = logging.getLogger("mindspeed_chunk")
 
 # One row per token of the batch, [B * S, ...], for any layout of the hidden states.
 _TOKEN_ROWS = ("block_residual",)
@@ -121,7 +118,8 @@ class Cutter:
             if hasattr(leaf, "get_seq_length"):
                 leaves[position] = None  # empty; every micro-chunk would append to it as if it had the next tokens
         whole = [path for p, path in enumerate(paths) if p not in places and isinstance(leaves[p], torch.Tensor)]
-        _tell(", ".join(paths[position] for position in places), ", ".join(whole) or "none")
+        cut = ", ".join(paths[position] for position in places)
+        say_once(logging.INFO, f"ChunkMBS cuts {cut}; passed whole: {', '.join(whole) or 'none'}")
         return Cut(leaves, spec, places, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
@@ -226,13 +224,6 @@ class Cutter:
 
     def _shown(self, path: tuple) -> str:
         return self._root(path) + keystr(path[2:])
-
-
-@functools.cache
-def _tell(cut: str, whole: str) -> None:
-    """Log once per set of arguments, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.info("mindspeed_chunk: ChunkMBS cuts %s; passed whole: %s", cut, whole)
 
 
 class Joined:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from mindspeed_chunk.device import HostCopy, untraced
 from mindspeed_chunk.dist import all_gather, all_to_all, group_rank
-from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
+from mindspeed_chunk.moe.arguments import Arguments
+from mindspeed_chunk.moe.dispatcher import Dispatcher
 from mindspeed_chunk.moe.reference import swiglu
 
 __all__ = ["AllToAllDispatcher"]

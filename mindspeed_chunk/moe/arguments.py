@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_chunk.device import untraced
 from mindspeed_chunk.dist import group_size
 from mindspeed_chunk.moe.activation import trainable_parameters
 from mindspeed_chunk.moe.experts import Needs
@@ -142,80 +140,3 @@ class Arguments:
         if self.activation is not None and self.swiglu_limit > 0:
             return "swiglu_limit: has no meaning beside an activation of your own; leave it 0"
         return None
-
-
-class Dispatcher(ABC):
-    """What is called as MindSpeed-MM's `ep_forward`: a subclass says in `_call` what comes of the arguments.
-
-    Args:
-        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]`
-            and `[L, H, I]`, as transformers has them. Never guessed from shapes.
-    """
-
-    def __init__(self, *, weight_layout: str = "LHF") -> None:
-        if weight_layout not in WEIGHT_LAYOUTS:
-            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
-        self.weight_layout = weight_layout
-
-    @untraced
-    def __call__(
-        self,
-        num_experts: int,
-        routing_weights: torch.Tensor,
-        selected_experts: torch.Tensor,
-        hidden_states: torch.Tensor,
-        fc1_weight: torch.Tensor,
-        fc2_weight: torch.Tensor,
-        ep_group: dist.ProcessGroup | None = None,
-        fused: bool = True,
-        swiglu_limit: float = 0.0,
-        ep_balance_strategy: object | None = None,
-        skip_moe_pad_tokens: bool = False,
-        seq_mask: torch.Tensor | None = None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Send every token to its experts and bring back the weighted sum of what they make of it.
-
-        Args:
-            num_experts: E, over all ranks.
-            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (where K = E: the former, as
-                the host has it). Floating point.
-            selected_experts: `[T, K]`, integers in [0, E).
-            hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
-            fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
-            ep_group: the expert-parallel ranks; None where all experts are here.
-            fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
-            swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
-            ep_balance_strategy: must be None.
-            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are.
-            seq_mask: T values, 0 for padding.
-            activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
-
-        Returns:
-            `[T, H]`, in the dtype of `routing_weights` (of `hidden_states` with `skip_moe_pad_tokens`).
-
-        Raises:
-            ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
-                by the group's size, expert ids out of range, or ranks that differ in what must be equal. Only an E
-                that changes after the first call, and on some ranks alone, cannot be told.
-        """
-        arguments = Arguments(
-            num_experts=num_experts,
-            routing_weights=routing_weights,
-            selected_experts=selected_experts,
-            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
-            fc1=fc1_weight,
-            fc2=fc2_weight,
-            weight_layout=self.weight_layout,
-            group=ep_group,
-            ep_balance_strategy=ep_balance_strategy,
-            swiglu_limit=swiglu_limit,
-            skip_pad=skip_moe_pad_tokens,
-            seq_mask=seq_mask,
-            activation=activation,
-        )
-        return self._call(arguments)
-
-    @abstractmethod
-    def _call(self, arguments: Arguments) -> torch.Tensor:
-        """The output, `[T, H]`."""

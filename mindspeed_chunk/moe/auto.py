@@ -1,7 +1,7 @@
 """The number of chunks of a layer call: as configured, chosen at the first call, or more if one would be too large.
 
-The planner chooses it from the rows that the ranks will send and from rates that are measured in the call. The figures
-are the same on every rank, and so is the number.
+`costs` chooses it from the rows that the ranks will send and from rates that are measured in the call. The figures are
+the same on every rank, and so is the number.
 
 R ranks of the group, S slices that were counted, E experts, K experts per token, H hidden.
 """
@@ -15,21 +15,20 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import HostCopy, accelerator
 from mindspeed_chunk.dist import all_reduce_max, all_to_all, group_size
+from mindspeed_chunk.hardware import Device, Link
+from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.arguments import Arguments
+from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
+from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape
 from mindspeed_chunk.ops.groups import Groups
-from mindspeed_chunk.planner import ChunkChoice, ChunkRows, Device, LayerShape, Link, best_num_chunks
 
 CANDIDATES = (1, 2, 4, 8, 16)
 _REPEATS = 3
 _SMALL = 16  # rows of the small message, to each rank
-
-_logger = logging.getLogger("mindspeed_chunk")
-_told: set[int] = set()
 
 
 class NumChunks:
@@ -42,7 +41,7 @@ class NumChunks:
     def __init__(self, config: ChunkMoEConfig) -> None:
         self._config = config
         self.settled = None if config.chunk_moe_auto else max(1, config.moe_num_chunks)
-        self._over = 0
+        self._over = Rarely()
 
     @property
     def may_change(self) -> bool:
@@ -79,17 +78,13 @@ class NumChunks:
         return num_chunks
 
     def _warn_over(self, rows: int, num_chunks: int) -> None:
-        """Logs at the first, second, fourth, eighth, ... time."""
         most = self._config.chunk_moe_max_rows
-        if rows <= most:
-            return
-        self._over += 1
-        if self._over & (self._over - 1) == 0 and _is_first():
-            _logger.warning(
-                "mindspeed_chunk: chunk_moe_max_rows: %d: one of %d chunks has %d rows on one rank, and this is "
-                "the largest number of chunks (time %d)",
-                most, num_chunks, rows, self._over,
-            )  # fmt: skip
+        if rows > most and self._over.again():
+            say(
+                logging.WARNING,
+                f"chunk_moe_max_rows: {most}: one of {num_chunks} chunks has {rows} rows on one rank, and this is "
+                f"the largest number of chunks (time {self._over.times})",
+            )
 
 
 def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
@@ -191,18 +186,12 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
     return min(took[1:])
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _tell(choice: ChunkChoice) -> None:
-    if choice.num_chunks in _told or not _is_first():
-        return
-    _told.add(choice.num_chunks)
     times = ", ".join(f"N={n} {1e3 * found.total:.2f} ms" for n, found in choice.times.items())
-    _logger.info(
-        "mindspeed_chunk: chunk_moe_auto: %d chunks, the fewest of the fastest settings; times of a layer's forward "
-        "and backward, computed from rates measured in this call: %s",
-        choice.num_chunks,
-        times,
+    chosen = f"chunk_moe_auto: {choice.num_chunks} chunks"
+    say_once(
+        logging.INFO,
+        f"{chosen}, the fewest of the fastest settings; times of a layer's forward and backward, computed from rates "
+        f"measured in this call: {times}",
+        about=chosen,  # each layer chooses
     )

@@ -7,9 +7,12 @@ puts out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -18,21 +21,30 @@ from torch import nn
 
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.device import untraced
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
+from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
-from mindspeed_chunk.moe.arguments import Arguments, Dispatcher
+from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.draws import Draws
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
-from mindspeed_chunk.moe.plan import Cut, PendingPlan, agree_num_chunks, count_keys, num_counts, route
+from mindspeed_chunk.moe.plan import (
+    Cut,
+    Gather,
+    PendingPlan,
+    agree_num_chunks,
+    count_keys,
+    merged,
+    num_counts,
+    route,
+)
 from mindspeed_chunk.moe.replay import backward_follows, recall, refuse_unreplayed, reroute, write_down
 from mindspeed_chunk.observe import emit
 
 __all__ = ["ChunkMoEDispatcher"]
-
-logger = logging.getLogger("mindspeed_chunk")
 
 
 def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +60,83 @@ def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tens
             "other router weights (floating point)"
         )
     return (first, second) if integer[0] else (second, first)
+
+
+class Dispatcher(ABC):
+    """What is called as MindSpeed-MM's `ep_forward`: a subclass says in `_call` what comes of the arguments.
+
+    Args:
+        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]`
+            and `[L, H, I]`, as transformers has them. Never guessed from shapes.
+    """
+
+    def __init__(self, *, weight_layout: str = "LHF") -> None:
+        if weight_layout not in WEIGHT_LAYOUTS:
+            raise ValueError(f"weight_layout: {weight_layout!r}: must be one of {', '.join(WEIGHT_LAYOUTS)}")
+        self.weight_layout = weight_layout
+
+    @untraced
+    def __call__(
+        self,
+        num_experts: int,
+        routing_weights: torch.Tensor,
+        selected_experts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        fc1_weight: torch.Tensor,
+        fc2_weight: torch.Tensor,
+        ep_group: dist.ProcessGroup | None = None,
+        fused: bool = True,
+        swiglu_limit: float = 0.0,
+        ep_balance_strategy: object | None = None,
+        skip_moe_pad_tokens: bool = False,
+        seq_mask: torch.Tensor | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Send every token to its experts and bring back the weighted sum of what they make of it.
+
+        Args:
+            num_experts: E, over all ranks.
+            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (where K = E: the former, as
+                the host has it). Floating point.
+            selected_experts: `[T, K]`, integers in [0, E).
+            hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
+            fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
+            ep_group: the expert-parallel ranks; None where all experts are here.
+            fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
+            swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
+            ep_balance_strategy: must be None.
+            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are.
+            seq_mask: T values, 0 for padding.
+            activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
+
+        Returns:
+            `[T, H]`, in the dtype of `routing_weights` (of `hidden_states` with `skip_moe_pad_tokens`).
+
+        Raises:
+            ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
+                by the group's size, expert ids out of range, or ranks that differ in what must be equal. Only an E
+                that changes after the first call, and on some ranks alone, cannot be told.
+        """
+        arguments = Arguments(
+            num_experts=num_experts,
+            routing_weights=routing_weights,
+            selected_experts=selected_experts,
+            x_TH=hidden_states.reshape(-1, hidden_states.shape[-1]),
+            fc1=fc1_weight,
+            fc2=fc2_weight,
+            weight_layout=self.weight_layout,
+            group=ep_group,
+            ep_balance_strategy=ep_balance_strategy,
+            swiglu_limit=swiglu_limit,
+            skip_pad=skip_moe_pad_tokens,
+            seq_mask=seq_mask,
+            activation=activation,
+        )
+        return self._call(arguments)
+
+    @abstractmethod
+    def _call(self, arguments: Arguments) -> torch.Tensor:
+        """The output, `[T, H]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +176,7 @@ class ChunkMoEDispatcher(Dispatcher):
         self._num_chunks = NumChunks(config)
         # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
         self._rerouted: torch.Tensor | None = None
-        self._times_rerouted = 0
-        self._told_of_empty_chunks = False
+        self._times_rerouted = Rarely()
 
     def __getstate__(self) -> dict:
         """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
@@ -131,27 +219,24 @@ class ChunkMoEDispatcher(Dispatcher):
 
     def _warn_of_empty_chunks(self, num_tokens: int) -> None:
         """Each chunk has its collectives, whatever is in it, so that a number too large looks like a hang."""
-        if not self._told_of_empty_chunks and (not dist.is_initialized() or dist.get_rank() == 0):
-            self._told_of_empty_chunks = True
-            logger.warning(
-                "mindspeed_chunk: parallel.ep_plan.moe_num_chunks: %d: more chunks than the %d tokens of a call; each "
-                "costs its collectives; use 2 to 8, or moe_chunk_size for a number of tokens",
-                self.config.moe_num_chunks,
-                num_tokens,
-            )
+        setting = f"parallel.ep_plan.moe_num_chunks: {self.config.moe_num_chunks}"
+        say_once(
+            logging.WARNING,
+            f"{setting}: more chunks than the {num_tokens} tokens of a call; each costs its collectives; use 2 to 8, "
+            "or moe_chunk_size for a number of tokens",
+            about=setting,
+        )
 
     def _warn_of_reroutes(self, rerouted: dict[int, int]) -> None:
-        """Told at the first, second, fourth, eighth, ... time: near ties fall the other way in many a step."""
-        self._times_rerouted += 1
-        times = self._times_rerouted
+        """Rarely, since near ties fall the other way in many a step."""
         emit("rerouted", "plan", by_rank=rerouted)
-        if times & (times - 1) == 0 and (not dist.is_initialized() or dist.get_rank() in (0, min(rerouted))):
-            told = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
-            logger.warning(
-                "mindspeed_chunk: the router chose other experts when its block was recomputed (%s); the forward's "
-                "choices were kept (time %d)",
-                told,
-                times,
+        if self._times_rerouted.again():
+            choices = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
+            say(
+                logging.WARNING,
+                f"the router chose other experts when its block was recomputed ({choices}); the forward's choices were "
+                f"kept (time {self._times_rerouted.times})",
+                ranks=(0, min(rerouted)),
             )
 
     def _plan(self, arguments: Arguments) -> Decided:
@@ -167,16 +252,8 @@ class ChunkMoEDispatcher(Dispatcher):
         self._agree_once("forward", num_experts, settings, error, group, device)
 
         num_tokens = 0 if error else arguments.x_TH.shape[0]
-        by_size = self.config.moe_num_chunks == 0 and self.config.moe_chunk_size > 0
-        by_counts = not by_size and self._num_chunks.may_change
-        if by_size:
-            chunk_size = self.config.moe_chunk_size
-            cut = Cut(num_tokens, agree_num_chunks(num_tokens, chunk_size, group, device), chunk_size)
-        else:
-            cut = Cut(num_tokens, self._num_chunks.slices)
-        tokens = cut.slices
-        if not by_size and 0 < num_tokens < self.config.moe_num_chunks and torch.is_grad_enabled():
-            self._warn_of_empty_chunks(num_tokens)
+        chunks, by_counts = self._chunks(num_tokens, group, device)
+        tokens = chunks.slices
         if error:
             route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
             counts = torch.zeros(num_counts(len(tokens), num_experts), dtype=torch.int64, device=device)
@@ -184,11 +261,10 @@ class ChunkMoEDispatcher(Dispatcher):
             route_TK = route(arguments.selected_experts, num_experts, arguments.pad_T())
             word = zlib.crc32(repr(settings).encode())
             back_end = ops.resolve(self.config.chunk_moe_backend, device)
-            counts = back_end.count(count_keys(route_TK, cut, num_experts), num_counts(len(tokens), num_experts))
+            counts = back_end.count(count_keys(route_TK, chunks, num_experts), num_counts(len(tokens), num_experts))
         rerouted, self._rerouted = self._rerouted, None
-        pending = PendingPlan(
+        gather = Gather(
             counts,
-            tokens,
             num_experts,
             counts.new_zeros(1) if rerouted is None else rerouted,
             word,
@@ -196,11 +272,24 @@ class ChunkMoEDispatcher(Dispatcher):
             on_disagreement=lambda: agree(settings, error, group, device),
             on_rerouted=self._warn_of_reroutes,
         )
+        read = gather.read
         if error:
-            pending.wait()  # raises, on every rank
+            read()  # raises, on every rank
         if by_counts:
-            tokens = pending.merge(self._num_chunks.choose(pending.counts(), arguments, back_end))
-        return Decided(pending, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
+            fine = read()
+            num_chunks = self._num_chunks.choose(fine.all_RNE, arguments, back_end)
+            tokens, read = merged(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
+        plan = PendingPlan(read, tokens, group)
+        return Decided(plan, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
+
+    def _chunks(self, num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Cut, bool]:
+        """The chunks of a call, and whether its counts decide how many of them are merged."""
+        number, size = self.config.moe_num_chunks, self.config.moe_chunk_size
+        if size and not number:
+            return Cut(num_tokens, agree_num_chunks(num_tokens, size, group, device), size), False
+        if 0 < num_tokens < number and torch.is_grad_enabled():
+            self._warn_of_empty_chunks(num_tokens)
+        return Cut(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
 
     def _run(self, arguments: Arguments, decided: Decided, *, output: bool) -> torch.Tensor:
         call = Call(
@@ -221,7 +310,7 @@ class ChunkMoEDispatcher(Dispatcher):
         try:
             opened.filled = run_filler()
         except BaseException:  # a checkpoint's early stop is one, too
-            opened.abandon()
+            opened.take_over().abandon()
             raise
         if not output:
             decided.draws.pass_over()

@@ -18,6 +18,8 @@ import torch
 from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
 from mindspeed_chunk.ops.groups import Groups
 
+Activation = SwiGLU | CustomActivation
+
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
@@ -54,17 +56,50 @@ class WeightOperands:
     groups: Groups
 
 
+class Totals:
+    """Sums of the gradients of weights and of the activation's parameters over all chunks: fp32 for narrower ones.
+
+    Attributes:
+        fc1_LHF, fc2_LIH: None where not needed.
+        activation: of each parameter that needs one.
+    """
+
+    def __init__(self, needs: Needs, fc1: torch.Tensor, fc2: torch.Tensor, activation: Activation, transposed: bool):
+        self._fc1 = _zeros(fc1) if needs.fc1 else None
+        self._fc2 = _zeros(fc2) if needs.fc2 else None
+        self.fc1_LHF = None if self._fc1 is None else as_rows_times(self._fc1, transposed)
+        self.fc2_LIH = None if self._fc2 is None else as_rows_times(self._fc2, transposed)
+        self.activation = [_zeros(parameter) for parameter in activation.parameters]
+
+    def grads(self, *of: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients of fc1, fc2 and the activation's parameters, each in its dtype."""
+        totals = (self._fc1, self._fc2, *self.activation)
+        return [None if total is None else total.to(each.dtype) for total, each in zip(totals, of, strict=True)]
+
+
+def as_rows_times(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """A weight, or the total of its gradient, as `[L, in, out]`: rows are multiplied with it from the left."""
+    return weight.transpose(1, 2) if transposed else weight
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    narrow = like.dtype in (torch.bfloat16, torch.float16)
+    return torch.zeros(like.shape, dtype=torch.float32 if narrow else like.dtype, device=like.device)
+
+
 class Experts:
     """The local experts of one layer call, with one back end."""
 
     def __init__(
         self,
         ops: types.ModuleType,
-        activation: SwiGLU | CustomActivation,
-        fc1_LHF: torch.Tensor,
-        fc2_LIH: torch.Tensor,
+        activation: Activation,
+        fc1: torch.Tensor,
+        fc2: torch.Tensor,
+        transposed: bool,
     ) -> None:
-        self._ops, self._activation, self._fc1_LHF, self._fc2_LIH = ops, activation, fc1_LHF, fc2_LIH
+        self._ops, self._activation = ops, activation
+        self._fc1_LHF, self._fc2_LIH = as_rows_times(fc1, transposed), as_rows_times(fc2, transposed)
 
     def fc1(self, rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
         """`[R, F]`."""

@@ -12,6 +12,7 @@ direction, never into the backward of another forward.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,33 +20,30 @@ from typing import Any
 import torch
 
 from mindspeed_chunk.device import untraced
-from mindspeed_chunk.moe.executor import Backward, Call, Forward
+from mindspeed_chunk.moe.executor import Call, Walk, backward, forward
+from mindspeed_chunk.moe.experts import Totals
 from mindspeed_chunk.moe.plan import PendingPlan
 
 
+@dataclasses.dataclass
 class Opened:
-    """One layer call between its nodes: the walk that one of them begins and the other ends, in either direction.
+    """One layer call between its nodes.
 
     Attributes:
+        walk: what one node begins and the other ends, in either direction.
         filled: something was computed between the nodes; otherwise the backward has no reason to leave its last rows
             on the wire while it goes from one to the other.
     """
 
-    def __init__(self, call: Call, plan: PendingPlan) -> None:
-        self.call, self.plan, self.filled = call, plan, False
-        self._walk: Forward | Backward | None = None
+    call: Call
+    plan: PendingPlan
+    walk: Walk | None = None
+    filled: bool = False
 
-    def hand_over(self, walk: Forward | Backward) -> None:
-        self._walk = walk
-
-    def take_over(self) -> Forward | Backward:
-        walk, self._walk = self._walk, None
+    def take_over(self) -> Walk:
+        walk, self.walk = self.walk, None
         assert walk is not None  # one node hands over, then the other takes
         return walk
-
-    def abandon(self) -> None:
-        """The call will not be closed: let the rows on the wire arrive before their buffers go."""
-        self.take_over().abandon()
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -91,19 +89,16 @@ class Open(torch.autograd.Function):
     def forward(ctx, opened, x_TH, route_TK, weight_TK):
         ctx.opened = opened
         with torch.autocast(x_TH.device.type, enabled=False):
-            walk = Forward(opened.call, opened.plan, x_TH, route_TK, weight_TK)
-            walk.start()
-        opened.hand_over(walk)
+            opened.walk = Walk(forward(opened.call, opened.plan, x_TH, route_TK, weight_TK))
         return weight_TK.new_empty(0)
 
     @staticmethod
     @untraced
     @first_order
     def backward(ctx, token_grad):
-        walk = ctx.opened.take_over()
         with torch.autocast(token_grad.device.type, enabled=False):
-            walk.finish()
-        return None, walk.x_grad_TH, None, walk.weight_grad_TK
+            x_grad_TH, weight_grad_TK = ctx.opened.take_over().finish()
+        return None, x_grad_TH, None, weight_grad_TK
 
 
 class Close(torch.autograd.Function):
@@ -115,37 +110,29 @@ class Close(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
-        call, walk = opened.call, opened.take_over()
+        call = opened.call
         with torch.autocast(fc1.device.type, enabled=False):
-            walk.finish_with(call.experts(fc1, fc2))
+            done = opened.take_over().finish(call.experts(fc1, fc2))
         ctx.opened = opened
         if call.needs.any:
             # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
-            x_TH = walk.x_TH if call.keep == "input" else None
-            ctx.save_for_backward(walk.weight_TK, fc1, fc2, x_TH, *walk.orders, *walk.saved)
-        return walk.out_TH
+            x_TH = done.x_TH if call.keep == "input" else None
+            ctx.save_for_backward(done.weight_TK, fc1, fc2, x_TH, *done.orders, *done.kept)
+        return done.out_TH
 
     @staticmethod
     @untraced
     @first_order
     def backward(ctx, grad_TH):
-        opened = ctx.opened
+        opened, call = ctx.opened, ctx.opened.call
         weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
+        totals = Totals(call.needs, fc1, fc2, call.activation, call.transposed)
         with torch.autocast(grad_TH.device.type, enabled=False):
-            walk = Backward(opened.call, opened.plan, grad_TH, weight_TK, fc1, fc2, x_TH, saved)
-            del saved, x_TH
-            walk.start()
+            experts = call.experts(fc1, fc2)
+            walk = Walk(backward(call, opened.plan, grad_TH, weight_TK, experts, x_TH, saved, totals))
+            del experts, saved, x_TH
             if not opened.filled:
                 walk.finish()
-        weight_grads = [
-            None if total is None else total.to(weight.dtype)
-            for total, weight in ((walk.fc1_total, fc1), (walk.fc2_total, fc2))
-        ]
-        activation_grads = [
-            total.to(parameter.dtype)
-            for total, parameter in zip(walk.activation_totals, opened.call.activation.parameters, strict=True)
-        ]
-        if opened.call.needs.input:  # otherwise nobody comes for it
-            walk.keep_what_is_left()
-            opened.hand_over(walk)
-        return None, weight_TK.new_empty(0), *weight_grads, *activation_grads
+        if call.needs.input:  # otherwise the other node has no backward
+            opened.walk = walk
+        return None, weight_TK.new_empty(0), *totals.grads(fc1, fc2, *call.activation.parameters)

@@ -6,6 +6,8 @@ gradient. The tail starts and ends at a multiple of 16 bytes, so every row is al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _ALIGNMENT = 16  # bytes
@@ -14,6 +16,17 @@ _ALIGNMENT = 16  # bytes
 def packed_width(hidden: int, dtype: torch.dtype) -> int:
     """Columns of `dtype` in a packed row of `hidden` columns."""
     return (_tail_start(hidden, dtype) + _ALIGNMENT) // dtype.itemsize
+
+
+def pack(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Packed rows `[T, W]` of `dtype` with the columns of `parts`, side by side; their tails are not written."""
+    hidden = sum(part.shape[1] for part in parts)
+    packed_TW = torch.empty((len(parts[0]), packed_width(hidden, dtype)), dtype=dtype, device=parts[0].device)
+    start = 0
+    for part in parts:
+        packed_TW[:, start : start + part.shape[1]] = part
+        start += part.shape[1]
+    return packed_TW
 
 
 def tail(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -106,18 +107,17 @@ def count_keys(route_TK: torch.Tensor, cut: Cut, num_experts: int) -> torch.Tens
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
 
-class PendingPlan:
-    """A plan whose gather is on its way; `wait()` reads it, once.
+class Gather:
+    """The counts of all ranks, on their way; `read()` waits for them, once.
 
     The row each rank contributes is `[N * (E + 3) + 2]` int64: the counts of every chunk, how often the router changed
-    its mind on recomputes since the last plan, and a word that stands for the rank's settings (see `dispatcher.py`),
+    its mind on recomputes since the last call, and a word that stands for the rank's settings (see `dispatcher.py`),
     negative for a rank that was called with invalid arguments.
     """
 
     def __init__(
         self,
         counts: torch.Tensor,
-        tokens: tuple[slice, ...],
         num_experts: int,
         rerouted: torch.Tensor,
         word: int,
@@ -125,7 +125,7 @@ class PendingPlan:
         on_disagreement: Callable[[], None],
         on_rerouted: Callable[[dict[int, int]], None],
     ) -> None:
-        """Launch the gather.
+        """Launch it.
 
         Args:
             counts: of the keys of `count_keys`, int64 `[num_counts]`.
@@ -133,88 +133,93 @@ class PendingPlan:
             on_disagreement: called on every rank when the words differ or one is negative; must raise.
             on_rerouted: called on every rank when some rank's `rerouted` is not 0, with each of those, by rank.
         """
-        self._tokens, self._num_experts, self._group = tokens, num_experts, group
+        self._num_experts, self._group = num_experts, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
         # kept until the gather has been waited for: it reads the row meanwhile
         self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
         self._gathered, self._work = all_gather(self._row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
-        # rows by source rank, chunk and expert: on the host; for the experts here on the device, too
-        self._counts_RNE: torch.Tensor | None = None
-        self._here_RNL: torch.Tensor
-        self._plan: tuple[ChunkPlan, ...] | None = None
 
-    def wait(self) -> tuple[ChunkPlan, ...]:
-        """The plan of every chunk.
+    def read(self) -> Counts:
+        """The counts.
 
         Raises:
             ValueError: on every rank, if a rank's settings differ or an expert id is out of range.
         """
-        if self._plan is None:
-            self._plan = self._cut(self.counts())
-            del self._counts_RNE, self._here_RNL
-        return self._plan
-
-    def counts(self) -> torch.Tensor:
-        """Rows by source rank, chunk and expert, int64 `[ep, N, E]` on the host. Before `wait()`, raises as it does."""
-        if self._counts_RNE is None:
-            gathered = self._copy.wait()
-            self._work.wait()  # for the device, which reads some of it too
-            self._counts_RNE = self._checked(gathered)
-            columns, local = self._num_experts + _EXTRA_COLUMNS, self._num_experts // gathered.shape[0]
-            first = 1 + group_rank(self._group) * local
-            self._here_RNL = self._gathered[:, :-2].unflatten(1, (-1, columns))[:, :, first : first + local]
-            del self._row, self._gathered, self._work, self._copy, self._on_disagreement, self._on_rerouted
-        return self._counts_RNE
-
-    def merge(self, num_chunks: int) -> tuple[slice, ...]:
-        """From now on a plan of `num_chunks` chunks, a divisor of their number so far: each is a run of neighbours.
-
-        Returns:
-            Each chunk's slice of the tokens.
-        """
-        self._counts_RNE, self._here_RNL = (
-            counts.unflatten(1, (num_chunks, -1)).sum(2) for counts in (self.counts(), self._here_RNL)
-        )
-        run = len(self._tokens) // num_chunks
-        self._tokens = tuple(
-            slice(self._tokens[first].start, self._tokens[first + run - 1].stop)
-            for first in range(0, len(self._tokens), run)
-        )
-        return self._tokens
-
-    def _checked(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The counts that were gathered, without what came with them."""
-        num_experts = self._num_experts
+        gathered = self._copy.wait()
+        self._work.wait()  # for the device, which reads some of it too
         words = gathered[:, -1].tolist()
         if len(set(words)) > 1 or words[0] < 0:
             self._on_disagreement()
         ranks = range(len(words)) if self._group is None else dist.get_process_group_ranks(self._group)
-        rerouted = gathered[:, -2].tolist()
-        if any(rerouted):
-            self._on_rerouted({rank: n for rank, n in zip(ranks, rerouted, strict=True) if n})
-        counts_RNE = gathered[:, :-2].unflatten(1, (-1, num_experts + _EXTRA_COLUMNS))
-        invalid = counts_RNE[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
+        rerouted = {rank: n for rank, n in zip(ranks, gathered[:, -2].tolist(), strict=True) if n}
+        if rerouted:
+            self._on_rerouted(rerouted)
+        num_experts, columns = self._num_experts, self._num_experts + _EXTRA_COLUMNS
+        all_RNC, on_device_RNC = (counts[:, :-2].unflatten(1, (-1, columns)) for counts in (gathered, self._gathered))
+        invalid = all_RNC[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
             raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
-        return counts_RNE[:, :, 1 : num_experts + 1]
+        local = num_experts // len(words)
+        first = 1 + group_rank(self._group) * local
+        return Counts(all_RNC[:, :, 1 : num_experts + 1], on_device_RNC[:, :, first : first + local])
 
-    def _cut(self, counts_RNE: torch.Tensor) -> tuple[ChunkPlan, ...]:
-        ep, _, num_experts = counts_RNE.shape
-        local, rank = num_experts // ep, group_rank(self._group)
-        here_NRL = counts_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
-        sent_NRR = counts_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
-        to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
-        return tuple(
-            ChunkPlan(tokens, tuple(sent), tuple(received), most, Groups(tuple(map(tuple, counts)), on_device_RL))
-            for tokens, sent, received, most, counts, on_device_RL in zip(
-                self._tokens,
-                sent_NRR[:, rank].tolist(),
-                here_NRL.sum(2).tolist(),
-                to_others_NRR.amax((1, 2)).tolist(),
-                here_NRL.tolist(),
-                self._here_RNL.transpose(0, 1).contiguous().unbind(0),
-                strict=True,
-            )
+
+class Counts(NamedTuple):
+    """Rows by source rank, chunk and expert: on the host of all E experts, on the device of the L here."""
+
+    all_RNE: torch.Tensor
+    here_RNL: torch.Tensor
+
+    def merged(self, num_chunks: int) -> Counts:
+        """Of `num_chunks` chunks, each a run of neighbours of these."""
+        return Counts(*(counts.unflatten(1, (num_chunks, -1)).sum(2) for counts in self))
+
+
+def merged(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
+    """The slices of `num_chunks` chunks, each a run of neighbours of these."""
+    run = len(tokens) // num_chunks
+    return tuple(slice(tokens[c].start, tokens[c + run - 1].stop) for c in range(0, len(tokens), run))
+
+
+def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[ChunkPlan, ...]:
+    """What the counts mean for this rank, chunk by chunk."""
+    ep, _, num_experts = counts.all_RNE.shape
+    local = num_experts // ep
+    here_NRL = counts.all_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
+    sent_NRR = counts.all_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
+    to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
+    return tuple(
+        ChunkPlan(chunk, tuple(sent), tuple(received), most, Groups(tuple(map(tuple, here)), on_device_RL))
+        for chunk, sent, received, most, here, on_device_RL in zip(
+            tokens,
+            sent_NRR[:, rank].tolist(),
+            here_NRL.sum(2).tolist(),
+            to_others_NRR.amax((1, 2)).tolist(),
+            here_NRL.tolist(),
+            counts.here_RNL.transpose(0, 1).contiguous().unbind(0),
+            strict=True,
         )
+    )
+
+
+class PendingPlan:
+    """The plan of every chunk, made when it is first needed.
+
+    Args:
+        read: the counts, asked for once.
+        tokens: each chunk's slice of this rank's tokens.
+    """
+
+    def __init__(self, read: Callable[[], Counts], tokens: tuple[slice, ...], group: dist.ProcessGroup | None) -> None:
+        self._read: Callable[[], Counts] | None = read
+        self._tokens, self._group = tokens, group
+        self._chunks: tuple[ChunkPlan, ...] = ()
+
+    def wait(self) -> tuple[ChunkPlan, ...]:
+        """Raises what `read` does."""
+        if self._read is not None:
+            self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group))
+            self._read = None  # with the gather's tensors
+        return self._chunks

@@ -17,12 +17,10 @@ from types import ModuleType
 import torch
 
 from mindspeed_chunk.config import BACKENDS
+from mindspeed_chunk.log import say_once
 from mindspeed_chunk.ops import npu_ops
 
 BACK_ENDS = tuple(name for name in BACKENDS if name != "auto")
-
-_logger = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 def resolve(name: str, device: torch.device) -> ModuleType:
@@ -46,7 +44,6 @@ def resolve(name: str, device: torch.device) -> ModuleType:
         )
     if chosen == "npu":
         npu_ops.require()
-    if name == "auto" and chosen not in _told and _logger.isEnabledFor(logging.INFO):  # the host sets its level late
-        _told.add(chosen)
-        _logger.info("Chunk MoE: back end %s, chosen by the device", chosen)
+    if name == "auto":
+        say_once(logging.INFO, f"Chunk MoE: back end {chosen}, chosen by the device")
     return importlib.import_module(f"{__name__}.{chosen}")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 
+from mindspeed_chunk.log import say_once
 from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.cpu import (
     permute,
@@ -52,8 +53,6 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or (
     getattr(torch, "_grouped_mm", None) if Version(torch.__version__) >= Version("2.9") else None
 )
 _ALIGNMENT = 16  # bytes, of rows and of where they start
-
-_logger = logging.getLogger(__name__)
 
 
 def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
@@ -141,12 +140,9 @@ def _takes(
     if reason is None and not starts_fit:
         reason = f"an operand does not start at a multiple of {_ALIGNMENT} bytes"
     if reason is not None:
-        _logger.info(
-            "Chunk MoE: one matmul per expert instead of one kernel, for rows of %s bytes, %s: %s",
-            " and ".join(map(str, row_bytes[:2])),
-            left,
-            reason,
-        )
+        widths = " and ".join(map(str, row_bytes[:2]))
+        text = f"Chunk MoE: one matmul per expert instead of one kernel, for rows of {widths} bytes, {left}: {reason}"
+        say_once(logging.INFO, text)
     return reason is None
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from packaging.version import Version
 
+from mindspeed_chunk.log import say_once
+
 MINIMUM = Version("2.7.1")
 
 _BF16 = (torch.bfloat16,)
@@ -31,9 +33,6 @@ OPS: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
     "npu_swiglu": (_ALL, _ALL),
     "npu_swiglu_backward": (_ALL, _ALL),
 }
-
-_logger = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 @functools.cache
@@ -67,9 +66,7 @@ def find(name: str, dtype: torch.dtype, needs: Mapping[str, bool] | None = None)
     problem = _problem(name, dtype, needs or {})
     if problem is None:
         return getattr(torch.ops.npu, name)
-    if problem not in _told:
-        _told.add(problem)
-        _logger.info("Chunk MoE: %s; torch's own operations run instead", problem)
+    say_once(logging.INFO, f"Chunk MoE: {problem}; torch's own operations run instead")
     return None
 
 

@@ -11,14 +11,15 @@ Called by `mindspeed-chunk plan`. In code, the parts that answer one question ea
 Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothing here needs torch.
 """
 
-from mindspeed_chunk.planner.choice import ChunkChoice, best_num_chunks
-from mindspeed_chunk.planner.device import Device, Link, load_device
-from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
-from mindspeed_chunk.planner.layout import Layout, Span, layouts
+from mindspeed_chunk.hardware import Device, Link, Span
+from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
+from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
+from mindspeed_chunk.planner.device import load_device
+from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.model import ModelSize, load_model
 from mindspeed_chunk.planner.precision import RECIPES, Recipe
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
-from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.traffic import Exchanges, exchanges
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Bytes of a decoder block's activations under each recomputation policy, and the forward work a policy repeats.
 
 T tokens of one micro-chunk on this rank, H hidden, s bytes an element, L blocks. For blocks with fused attention
-kernels, which keep queries, keys, values and the output. What an MoE layer keeps is exact (`expert_memory.py`); the
+kernels, which keep queries, keys, values and the output. What an MoE layer keeps is exact (`moe/costs/memory.py`); the
 rest is a count of the operands that each operation's gradient needs, in the manner of Korthikanti et al.
 (arXiv:2205.05198).
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mindspeed_chunk.planner.expert_memory import ExpertMemory
+from mindspeed_chunk.moe.costs.memory import ExpertMemory
 from mindspeed_chunk.planner.model import ModelSize
 
 POLICIES = ("none", "selective", "full", "sqrt", "offload")

@@ -6,84 +6,18 @@ measured rates gives times to expect. A link's rate is that of one direction, ou
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.hardware import Device, Link
 from mindspeed_chunk.wording import one_line
 
 GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """Between two devices.
-
-    Attributes:
-        rate: bytes a second that one device sends.
-        latency: seconds that every message costs besides.
-        measured: (bytes, seconds) of single messages, in order of bytes; between them the time is read off a straight
-            line, beyond them it grows with the last slope and never falls; below the first it is at least that one's
-            share. Takes the place of the other two.
-    """
-
-    rate: float
-    latency: float = 0.0
-    measured: tuple[tuple[float, float], ...] = ()
-
-    def seconds(self, nbytes: float) -> float:
-        """Of one message of `nbytes` bytes; 0 for none."""
-        if nbytes <= 0:
-            return 0.0
-        if not self.measured:
-            return self.latency + nbytes / self.rate
-        sizes = [size for size, _ in self.measured]
-        right = min(max(bisect.bisect_left(sizes, nbytes), 1), len(sizes) - 1)
-        (size, time), (next_size, next_time) = self.measured[right - 1 : right + 1]
-        straight = time + (nbytes - size) * (next_time - time) / (next_size - size)
-        return max(straight, time * nbytes / size if nbytes < size else min(time, next_time))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One device as a rank drives it.
-
-    Attributes:
-        memory: bytes.
-        flops: dense floating-point operations a second by number format; what is missing cannot be computed in.
-        memory_rate: bytes a second.
-        intra: the link inside of a node.
-        inter: the link between nodes.
-        call: seconds that every action of a schedule costs besides its work.
-        sources: where the numbers are from.
-    """
-
-    name: str
-    memory: float
-    flops: Mapping[str, float]
-    memory_rate: float
-    intra: Link
-    inter: Link
-    call: float = 0.0
-    sources: tuple[str, ...] = ()
-
-    def rate(self, dtype: str) -> float:
-        """Operations a second in `dtype`.
-
-        Raises:
-            ConfigError: where the device has none.
-        """
-        if dtype not in self.flops:
-            way_out = f"use {', '.join(self.flops)}, or a device file with flops_{dtype}"
-            raise ConfigError.about("dtype", dtype, f"{self.name} has no matrix unit for it", way_out)
-        return self.flops[dtype]
-
 
 _CLOUDMATRIX = "Serving Large Language Models on Huawei CloudMatrix384, arXiv:2506.12708, section 3"
 _DIE = "one die, which is what a rank drives; a package has two of everything: 752 TFLOPS, 128 GB, 392 GB/s, 400 Gbit/s"

@@ -25,13 +25,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
-from mindspeed_chunk.planner.expert_memory import ExpertMemory, balanced_rows, expert_memory
-from mindspeed_chunk.planner.layout import Layout, Span
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER, collective_seconds
+from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
-from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.traffic import (
     Collective,
     data_parallel_traffic,

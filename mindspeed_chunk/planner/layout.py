@@ -17,31 +17,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-Groups = tuple[tuple[int, ...], ...]
+from mindspeed_chunk.hardware import Groups, Span
+
 # "dp_cp" is the one that sums gradients
 KINDS = ("tp", "cp", "dp", "pp", "dp_cp", "ep", "edp")
-
-
-class Span(NamedTuple):
-    """Ranks of a group, and how many of them are on one node."""
-
-    ranks: int
-    per_node: int
-
-    @classmethod
-    def of(cls, groups: Groups, devices_per_node: int) -> Span:
-        """The span of the group that touches the most nodes."""
-
-        def widest(group: tuple[int, ...]) -> int:
-            return len({rank // devices_per_node for rank in group})
-
-        group = max(groups, key=widest)
-        return cls(len(group), max(1, len(group) // widest(group)))
-
-    @property
-    def crosses_nodes(self) -> bool:
-        """Whether the group has ranks on more than one node."""
-        return self.per_node < self.ranks
 
 
 class Layout(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_chunk.config import KEEPS, SCHEDULES
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.activations import POLICIES, activations, block_bytes
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
-from mindspeed_chunk.planner.links import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, best_of, recommend
 from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem, context_traffic

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_chunk.planner.links import ALL_TO_ALL, POINT_TO_POINT
+from mindspeed_chunk.hardware import ALL_TO_ALL, POINT_TO_POINT
 from mindspeed_chunk.planner.model import ModelSize
 
 CONTEXTS = ("ulysses", "ring")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.expert_memory import LayerShape
+from mindspeed_chunk.hardware import Device
+from mindspeed_chunk.moe.costs.memory import LayerShape
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
 from mindspeed_chunk.planner.precision import RECIPES, Recipe

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.expert_memory import LayerShape
-from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.links import (
+from mindspeed_chunk.hardware import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     POINT_TO_POINT,
     REDUCE_SCATTER,
+    Device,
     collective_seconds,
 )
+from mindspeed_chunk.moe.costs.memory import LayerShape
+from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize, num_by_kind
 from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.sequence import context_traffic

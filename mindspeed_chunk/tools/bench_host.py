@@ -1,6 +1,6 @@
 """MindSpeed-MM's own expert-parallel forward as a case of the benchmark, from the checkouts that two variables name.
 
-On a CPU it runs with its plain kernels (`fused=False`) and with what `mindspeed_chunk.patches.cpu_device` adds. Its
+On a CPU it runs with its plain kernels (`fused=False`) and with what `mindspeed_chunk.patches.on_cpu` adds. Its
 plain `unpermute` cannot put back a part of the rows, as its allgather dispatcher wants it: there the other rows are
 added as zeros, which costs that case a copy.
 """

@@ -55,7 +55,12 @@ def probe() -> dict:
     result["backends"] = list(BACK_ENDS)
     host = places["mindspeed_mm"]
     found = host["has_fsdp"]
-    result["patches"] = [_examine(patch, found) for patch in patches.PATCHES]
+    records = patches.PATCHES
+    if settings.on_cpu():
+        from mindspeed_chunk.patches.on_cpu import device
+
+        records += device.PATCHES
+    result["patches"] = [_examine(patch, found) for patch in records]
     result["host"] = read_host(host["folders"]) if found else None
     if found and WRAPPER in getattr(torch.distributed.all_reduce, "__qualname__", ""):
         result["host"]["all_reduce_wrapper"] = "applied"
@@ -109,14 +114,11 @@ def read_host(folders: list[str]) -> dict:
 
 def _examine(patch: Any, host_found: bool) -> dict:
     """Import the module that sets the patch off, and tell its state."""
-    from mindspeed_chunk.patches import config_name, cpu_device, ep_dispatcher, expert_parallel, settings, start_checks
+    from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, start_checks
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED, READY
 
     state, detail = NO_HOST, ""
-    if host_found and patch in cpu_device.PATCHES and os.environ.get(settings.DEVICE) != "cpu":
-        # nobody asked for it, and its module may not be importable then
-        state, detail = NOT_NEEDED, f"{settings.DEVICE} is not cpu"
-    elif host_found:
+    if host_found:
         try:
             importlib.import_module(patch.module)
             state, detail = patch.state, patch.detail

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from ascend import kernels
-from mindspeed_chunk import ops
+from mindspeed_chunk import log, ops
 from mindspeed_chunk.ops import cpu, npu_ops
 from mindspeed_chunk.ops.groups import Groups
 
@@ -134,10 +134,10 @@ def ids_out_of_range(npu):
 
 @contextlib.contextmanager
 def logged():
-    lines, logger = [], logging.getLogger("mindspeed_chunk.ops.npu_ops")
+    lines, logger = [], logging.getLogger("mindspeed_chunk")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    npu_ops._told.clear()
+    log._said.clear()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -155,7 +155,8 @@ def missing_ops(npu):
         for check in (*VALUES, *VALUES):
             check(npu)
     assert sorted(lines) == sorted(
-        f"Chunk MoE: this torch_npu has no {name}; torch's own operations run instead" for name in npu_ops.OPS
+        f"mindspeed_chunk: Chunk MoE: this torch_npu has no {name}; torch's own operations run instead"
+        for name in npu_ops.OPS
     )
 
 
@@ -171,7 +172,7 @@ def sizes_out_of_bounds(npu):
     for name, (told, check) in limits.items():
         with logged() as lines, mock.patch.object(npu, name, 1):
             check(npu)
-        assert f"Chunk MoE: {told}; torch's own operations run instead" in lines, lines
+        assert f"mindspeed_chunk: Chunk MoE: {told}; torch's own operations run instead" in lines, lines
 
 
 def back_end_that_cannot_be_had(npu):

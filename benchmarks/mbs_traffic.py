@@ -1,6 +1,6 @@
 """FSDP2's parameter gathers and gradient reduce-scatters in a step of the tiny example, one global batch three ways.
 
-    torchrun --nproc_per_node 4 ci/mbs_traffic.py
+    torchrun --nproc_per_node 4 benchmarks/mbs_traffic.py
 
 Four ranks, expert-parallel size 2: an expert's own unit spans the 2 ranks that hold it, every other unit all 4. Counted
 on rank 0. Exits with 1 where ChunkMBS takes more than one gather a direction and one reduce-scatter a unit. (On torch

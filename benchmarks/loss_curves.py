@@ -1,8 +1,8 @@
 """Loss curves of the tiny example: Chunk MoE and ChunkMBS against the plain all-to-all, one factor changed at a time.
 
-    torchrun --nproc_per_node 2 ci/loss_curves.py
-    torchrun --nproc_per_node 4 ci/loss_curves.py
-    torchrun --nproc_per_node 2 ci/loss_curves.py --steps 20 --only balance --only ChunkMBS
+    torchrun --nproc_per_node 2 benchmarks/loss_curves.py
+    torchrun --nproc_per_node 4 benchmarks/loss_curves.py
+    torchrun --nproc_per_node 2 benchmarks/loss_curves.py --steps 20 --only balance --only ChunkMBS
 
 On 4 ranks the two ranks that hold the same experts shard them by FSDP. Each run is compared with the plain all-to-all
 under the same other settings. Exits with 1 where a bound is broken:

@@ -1,4 +1,4 @@
-"""What MindSpeed-MM lacks on a CPU, so that its trainer runs there unchanged; only if `MINDSPEED_CHUNK_DEVICE=cpu`.
+"""What MindSpeed-MM lacks on a CPU, so that its trainer runs there unchanged.
 
 The host looks for an NPU, then for CUDA, and does not go on without. Everything here is either a name in one of its own
 modules, or an extension of a torch function to arguments on which torch itself raises.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from mindspeed_chunk.patches import settings
-from mindspeed_chunk.patches.record import Drifted, NotNeeded, Patch, Undo, log_once
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once
 
 _DEVICE_MODULE = "mindspeed_mm.fsdp.utils.device"
 _HELPERS = ("create_stream", "create_event", "get_current_stream", "switch_to_specified_stream")
@@ -49,7 +48,6 @@ class _Event:
 
 def apply_device(module: ModuleType) -> Undo:
     """The helpers of the host's device module, before others bind their names, and three torch functions."""
-    _check_wanted()
     import torch
     import torch.distributed as dist
 
@@ -83,19 +81,9 @@ def apply_device(module: ModuleType) -> Undo:
 
 def apply_host_memory(module: ModuleType) -> Undo:
     """The module's own view of torch: its host buffers are pinned, which needs an accelerator."""
-    _check_wanted()
     changes = _Changes()
     changes.set(module, "torch", _UnpinnedTorch(module.torch))
     return changes.undo
-
-
-def _check_wanted() -> None:
-    device = os.environ.get(settings.DEVICE, "")
-    if device == "cpu":
-        return
-    if device:
-        log_once(logging.WARNING, f"mindspeed_chunk: {settings.DEVICE}: {device}: has no effect; only cpu is known")
-    raise NotNeeded(f"{settings.DEVICE} is not cpu")
 
 
 class _Changes:

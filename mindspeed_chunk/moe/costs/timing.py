@@ -3,8 +3,8 @@
 T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L experts here, s bytes an element.
 
     P, U           (T + S) H s and (S + T) H s bytes at the memory's rate
-    D, C           the all-to-all of S H s bytes on the links of the expert-parallel group (`links.py`); in the backward
-                   rows are packed, and with `chunk_moe_keep: input` a dispatched one has 2H columns
+    D, C           the all-to-all of S H s bytes on the links of the expert-parallel group (`hardware.py`); in the
+                   backward rows are packed, and with `chunk_moe_keep: input` a dispatched one has 2H columns
     E forward      6 R H I operations and a SwiGLU
     E backward     6 R H I, and 4 R H I more where fc1 is computed again
     W              6 R H I
@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mindspeed_chunk.hardware import ALL_TO_ALL, Device, Span, collective_seconds
+from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape, balanced_rows
 from mindspeed_chunk.moe.schedule import Action, Timeline, build, simulate
-from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.expert_memory import ChunkRows, LayerShape, balanced_rows
-from mindspeed_chunk.planner.links import ALL_TO_ALL, Span, collective_seconds
 
 _TOTAL_SIZE = 4  # bytes of an element of the weight gradients' totals
 _TAIL = 16  # bytes: what a packed row is longer by

@@ -1,6 +1,4 @@
-"""Draws the pictures of the documents: docs/*.svg. A test holds the files against this script.
-
-    python ci/draw_docs.py
+"""Draws the pictures of the documents: docs/*.svg.
 
 Timelines are what the simulator makes of the schedules (`mindspeed_chunk.moe.schedule`); the other two drawings are
 laid out by hand below. Each has a background of its own and colours for a light and a dark page.
@@ -11,12 +9,10 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_chunk.moe.schedule import Action, Schedule, Timeline, build, parse, simulate
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 _WIDTH, _MARGIN = 840, 18
 _LABEL, _ROW, _GAP = 92, 26, 4
 _CHUNKS = 4
@@ -186,10 +182,10 @@ _HOUSE = (
         ("tools/", ("the command line: doctor,", "lint, plan, bench, trace")),
         ("lint/", ("rules on a yaml", "")),
     ),
+    (("planner/", ("memory, traffic and time of a run,", "without torch")),),
     (
-        ("moe/", ("one MoE layer in chunks: schedule,", "plan, executor, experts")),
+        ("moe/", ("one MoE layer in chunks: schedule,", "plan, executor, experts, costs")),
         ("mbs/", ("a block's batch as micro-chunks,", "offload of activations")),
-        ("planner/", ("memory, traffic and time,", "without torch")),
     ),
     (
         ("ops/", ("kernels, one file a back", "end: cpu, cuda, npu")),
@@ -232,13 +228,3 @@ DRAWINGS = {
     "road.svg": road,
     "architecture.svg": house,
 }
-
-
-def main() -> None:
-    for name, draw in DRAWINGS.items():
-        (DOCS / name).write_text(draw(), encoding="utf-8")
-        print(DOCS / name)
-
-
-if __name__ == "__main__":
-    main()

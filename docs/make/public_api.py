@@ -48,7 +48,7 @@ def table_of_names() -> str:
 
 def text() -> str:
     lines = [
-        "# What a release keeps. Written by `python ci/reference`; docs/release.md says what a change here means.",
+        "# What a release keeps. Written by `python docs/make`; docs/release.md says what a change here means.",
         "",
     ]
     lines += [line for module, name, value in names() for line in _described(module, name, value)]

@@ -1,6 +1,6 @@
 """Activations of the tiny example's blocks: batch 1 against batch 8, with ChunkMBS and what belongs to it, and without.
 
-    torchrun --nproc_per_node 2 ci/mbs_memory.py --plot outputs/mbs_memory.png
+    torchrun --nproc_per_node 2 benchmarks/mbs_memory.py --plot outputs/mbs_memory.png
 
 Bytes alive from the entry of the first block to the exit of the last, forward and backward, at their highest; host
 buffers and what FSDP2 keeps are not counted. Growth is in units of the hidden states of 7 samples, [7, S, H]. Exits

@@ -1,7 +1,7 @@
-"""What documents take from the code: tables of settings and versions, and the public names.
+"""What documents take from the code: tables of settings and versions, the public names, and drawings.
 
-    python ci/reference            writes what is out of date, and names it
-    python ci/reference --check    writes nothing, shows the differences, and exits with 1 if there are any
+    python docs/make            writes what is out of date, and names it
+    python docs/make --check    writes nothing, shows the differences, and exits with 1 if there are any
 
 Run it in an environment with this package. A table is in its document between
 `<!-- table: NAME -->` and `<!-- end of table -->`; everything else there is written by hand.
@@ -15,7 +15,7 @@ from documents import FILES, ROOT, current, difference
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python ci/reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python docs/make", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_chunk.planner.device import Device
-from mindspeed_chunk.planner.expert_memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
-from mindspeed_chunk.planner.links import Span
-from mindspeed_chunk.planner.timing import ChunkTimes, chunk_times
+from mindspeed_chunk.hardware import Device, Span
+from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 
 CANDIDATES = (1, 2, 4, 8)
 _SAME = 1.01  # times the fastest

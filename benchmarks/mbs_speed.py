@@ -1,6 +1,6 @@
 """Step time of ChunkMBS against gradient accumulation, the same global batch, interleaved in one run.
 
-    python ci/mbs_speed.py --link 1gbit
+    python benchmarks/mbs_speed.py --link 1gbit
 
 Two ranks, one core each, over gloo; with --link in two network namespaces. The tiny example, expert parallelism off, so
 that FSDP2 shards everything over the two ranks. Losses and gradient norms are compared before any time is printed.

@@ -1,6 +1,6 @@
 """What the plugin adds to `import torch`: the time that torch waits for its entry point, in fresh processes.
 
-    python ci/import_cost.py [--runs 21]
+    python benchmarks/import_cost.py [--runs 21]
 
 Timed inside of the process, after `import torch` without entry points: the difference of two imports of torch, which
 take a hundred times longer, says more about the rest of the machine. Exits with 1 where the median is over 20 ms of

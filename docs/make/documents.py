@@ -1,8 +1,9 @@
-"""Which table is in which document, and what each file should contain now."""
+"""Which table is in which document, which files are generated completely, and what each should contain now."""
 
 import difflib
 from pathlib import Path
 
+import drawings
 import public_api
 import setting_tables
 import version_tables
@@ -24,8 +25,10 @@ TABLES = {
     "docs/ascend.zh-CN.md": {"kernels": version_tables.kernels},
     "docs/api.md": {"names": public_api.table_of_names},
 }
-WHOLE_FILES = {"tests/public_api.txt": public_api.text}
-
+WHOLE_FILES = {
+    "tests/public_api.txt": public_api.text,
+    **{f"docs/{name}": draw for name, draw in drawings.DRAWINGS.items()},
+}
 
 FILES = (*TABLES, *WHOLE_FILES)
 
@@ -45,7 +48,7 @@ def current(name: str) -> str:
 
 
 def difference(name: str, text: str) -> str:
-    """From the file as it is to `text`, as a unified diff; empty where they are equal."""
+    """From the file as it is to `text`, as a unified diff; empty if they are equal."""
     path = ROOT / name
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = difflib.unified_diff(old.splitlines(True), text.splitlines(True), name, f"{name} (from the code)")

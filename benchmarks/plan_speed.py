@@ -1,6 +1,6 @@
 """The time of N chunks to that of one: as the planner predicts it from measured rates, and as the layer takes it.
 
-    python ci/plan_speed.py --link 1gbit --device-file device.yaml
+    python benchmarks/plan_speed.py --link 1gbit --device-file device.yaml
 
 Two ranks, one core each, over gloo, in two network namespaces. First the rates are measured: seconds of messages of
 several sizes on the link, operations a second of the experts' matmuls, bytes a second of what is only moved, and what
@@ -96,7 +96,7 @@ def device(options, layer, small):
         "inter_gb_per_s": bits_per_second(options.link) / 8e9,
         "intra_messages": messages,
         "call_us": slowest(call_seconds(small)) * 1e6,
-        "source": "measured by ci/plan_speed.py",
+        "source": "measured by benchmarks/plan_speed.py",
     }
 
 

@@ -1,0 +1,133 @@
+"""A device, its links, and the seconds of a collective on the links that it crosses.
+
+n ranks of a group, d of them on each node it touches, n / d nodes; every device sends on its link inside of the node
+and on its own link between nodes at the same time, and the slower of the two decides. Of the algorithms that send no
+byte between nodes which could stay inside of one, none needs less. For S bytes of the whole tensor (all-to-all: of the
+rows that one rank sends, itself included):
+
+    all-gather, reduce-scatter   inside  S (d - 1) / d        between  S (1 - d / n) / d
+    all-reduce                   twice that
+    all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
+    point to point               S on the one link
+
+In a gather each device takes in what the devices at its place on the other nodes hold; it then has n / d of the n
+pieces, S / d bytes, and gets the others' S (d - 1) / d inside of its node. A reduce-scatter runs it backwards.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_chunk.config import ConfigError
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "point-to-point"
+Groups = tuple[tuple[int, ...], ...]  # ranks of each group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between two devices.
+
+    Attributes:
+        rate: bytes a second that one device sends.
+        latency: seconds that every message costs besides.
+        measured: (bytes, seconds) of single messages, in order of bytes; between them the time is read off a straight
+            line, beyond them it grows with the last slope and never falls; below the first it is at least that one's
+            share. Takes the place of the other two.
+    """
+
+    rate: float
+    latency: float = 0.0
+    measured: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, nbytes: float) -> float:
+        """Of one message of `nbytes` bytes; 0 for none."""
+        if nbytes <= 0:
+            return 0.0
+        if not self.measured:
+            return self.latency + nbytes / self.rate
+        sizes = [size for size, _ in self.measured]
+        right = min(max(bisect.bisect_left(sizes, nbytes), 1), len(sizes) - 1)
+        (size, time), (next_size, next_time) = self.measured[right - 1 : right + 1]
+        straight = time + (nbytes - size) * (next_time - time) / (next_size - size)
+        return max(straight, time * nbytes / size if nbytes < size else min(time, next_time))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device as a rank drives it.
+
+    Attributes:
+        memory: bytes.
+        flops: dense floating-point operations a second by number format; what is missing cannot be computed in.
+        memory_rate: bytes a second.
+        intra: the link inside of a node.
+        inter: the link between nodes.
+        call: seconds that every action of a schedule costs besides its work.
+        sources: where the numbers are from.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[str, float]
+    memory_rate: float
+    intra: Link
+    inter: Link
+    call: float = 0.0
+    sources: tuple[str, ...] = ()
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second in `dtype`.
+
+        Raises:
+            ConfigError: where the device has none.
+        """
+        if dtype not in self.flops:
+            way_out = f"use {', '.join(self.flops)}, or a device file with flops_{dtype}"
+            raise ConfigError.about("dtype", dtype, f"{self.name} has no matrix unit for it", way_out)
+        return self.flops[dtype]
+
+
+class Span(NamedTuple):
+    """Ranks of a group, and how many of them are on one node."""
+
+    ranks: int
+    per_node: int
+
+    @classmethod
+    def of(cls, groups: Groups, devices_per_node: int) -> Span:
+        """The span of the group that touches the most nodes."""
+
+        def widest(group: tuple[int, ...]) -> int:
+            return len({rank // devices_per_node for rank in group})
+
+        group = max(groups, key=widest)
+        return cls(len(group), max(1, len(group) // widest(group)))
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the group has ranks on more than one node."""
+        return self.per_node < self.ranks
+
+
+def collective_seconds(kind: str, nbytes: float, span: Span, device: Device) -> float:
+    """Seconds of one collective; see the module's table for what `nbytes` is."""
+    inside, between = _parts(kind, nbytes, span)
+    return max(device.intra.seconds(inside), device.inter.seconds(between))
+
+
+def _parts(kind: str, nbytes: float, span: Span) -> tuple[float, float]:
+    """Bytes that one device sends inside of its node, and to other nodes."""
+    n, d = span
+    if n == 1:
+        return 0.0, 0.0
+    if kind == POINT_TO_POINT:
+        return (0.0, nbytes) if span.crosses_nodes else (nbytes, 0.0)
+    if kind == ALL_TO_ALL:
+        return nbytes * (d - 1) / n, nbytes * (n - d) / n
+    times = 2 if kind == ALL_REDUCE else 1
+    return times * nbytes * (d - 1) / d, times * nbytes * (1 - d / n) / d
