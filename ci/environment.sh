@@ -1,4 +1,4 @@
-# Sourced by the scripts that need a virtual environment of their own.
+# Sourced by the scripts that need their own virtual environment.
 #
 #   PYTHON       interpreter to make it from (default: python3)
 #   TORCH_INDEX  package index to take torch from (default: pip's own configuration, which PIP_INDEX_URL also changes)
@@ -56,7 +56,7 @@ beside_package() {
         fail "python in $copy does not import the installed mindspeed_chunk; unset PYTHONPATH"
 }
 
-# Debian and Ubuntu keep a part of Python's venv in a package of its own.
+# Debian and Ubuntu have a part of Python's venv in a separate package.
 ensure_venv() {
     "$1" -c 'import ensurepip, venv' 2>/dev/null && return
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

@@ -117,8 +117,8 @@ def test_a_table_of_messages_is_checked(table, tmp_path):
         ("call_us: !!timestamp x", "timestamp"),
         ('"a\\nb": 1', "unknown key"),
         (f"call_us: {'9' * 400}", "more than 64 bits"),
-        ("[" * 3000, "inside of"),
-        ('{"a":' * 3000, "inside of"),
+        ("[" * 3000, "nested levels"),
+        ('{"a":' * 3000, "nested levels"),
     ],
 )
 def test_what_is_no_device_file_is_one_line(text, told, tmp_path):
