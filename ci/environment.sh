@@ -30,7 +30,7 @@ make_environment() {
     fi
 }
 
-# make_venv FOLDER: a virtual environment with pip alone; one that is there is kept.
+# make_venv FOLDER: a virtual environment with only pip; an existing one is kept.
 make_venv() {
     local folder=$1 python=${PYTHON:-python3}
     command -v "$python" >/dev/null || fail "$python: not found; install Python 3.10 to 3.13 or set PYTHON"
@@ -43,7 +43,7 @@ make_venv() {
     fi
 }
 
-# beside_package FOLDER: with PACKAGE, go on in a copy of the checkout that lacks the package, FOLDER/checkout. In the
+# beside_package FOLDER: with PACKAGE, continue in a copy of the checkout that lacks the package, FOLDER/checkout. In the
 # checkout's own root Python would import the package from there.
 beside_package() {
     [ -n "${PACKAGE:-}" ] || return 0

@@ -8,7 +8,7 @@
 #   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run outside the checkout, without lint,
 #                  format, types and the Ascend tests
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
-# While you work: -m "not slow" leaves out what takes long and rarely breaks; -n 0, as --pdb needs, is one process.
+# While you work: -m "not slow" leaves out tests that take long and rarely fail; -n 0, which --pdb needs, runs one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTED = (
-    "once twice times one bytes rows tokens samples experts calls? copy copies line matmul passes messages all-to-alls"
+    "once twice times one bytes rows tokens samples experts calls? copy copies line matmul passes messages "
+    "collectives? all-to-alls?"
 )
 PER = (
     "token rank step layer call chunk micro-chunk block device node message second expert group process model case "
