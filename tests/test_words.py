@@ -149,11 +149,12 @@ def findings(path):
 def test_prose_is_in_plain_words(path):
     found = list(findings(path))
     allowed = NOT_YET.get(str(path.relative_to(ROOT)), 0)
-    assert len(found) == allowed, "\n".join(["", *found, f"expected {allowed}, got {len(found)}"])
+    assert len(found) <= allowed, "\n".join(["", *found, f"expected at most {allowed}, got {len(found)}"])
 
 
-def test_no_file_that_is_gone_is_waited_for():
-    assert not set(NOT_YET) - {str(path.relative_to(ROOT)) for path in files()}
+@pytest.mark.parametrize("name", NOT_YET)
+def test_only_files_with_such_words_are_exempt(name):
+    assert (ROOT / name).exists() and list(findings(ROOT / name))
 
 
 @pytest.mark.parametrize(
