@@ -1,79 +1,25 @@
-"""What a user may set. A wrong value is one line that says where it stands, what it is and what it may be."""
+"""The settings of Chunk MoE and of ChunkMBS. A wrong value is one line: the key, the value, the rule, the way out."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from mindspeed_chunk.wording import one_line, shortened, shown
+from mindspeed_chunk.values import BATCH_DIM, FLAG, INDICES, MAPPING, NAMES, ConfigError, ValueRule, choice, integer
 
 # An `ep_plan` belongs to the host; of its keys only those with these beginnings are ours to know or to refuse.
 KEY_PREFIXES = ("moe_", "chunk_moe_")
 SCHEDULES = ("rolling", "pair")
 KEEPS = ("activations", "rows", "input")
 BACKENDS = ("auto", "cpu", "cuda", "npu")
-INTEGERS_BELOW = 2**63
+_MAYBE_SET = integer(0, "use 0 or remove the key to leave it unset")
 
 
-class ConfigError(ValueError):
-    """A setting is wrong; the message is one line. `path`: the key of the yaml that it is about, or empty."""
-
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(one_line(message))
-        self.path = path
-
-    @classmethod
-    def about(cls, path: str, value: object, rule: str, way_out: str) -> ConfigError:
-        """The error "<yaml path>: <value>: <rule>; <way out>"."""
-        return cls(f"{shortened(path)}: {shown(value)}: {rule}; {way_out}", path)
-
-
-class Rule(NamedTuple):
-    """What a value must be and how to get there, in the words of an error, and whether a value is that."""
-
-    words: str
-    way_out: str
-    holds: Callable[[Any], bool]
-
-
-def _integer(least: int, way_out: str) -> Rule:
-    return Rule(f"must be an integer >= {least}", way_out, lambda value: _is_integer(value, least))
-
-
-def _choice(choices: tuple[str, ...], *also: str) -> Rule:
-    """One of `choices`, of which the first is the default; `also` are values that are not offered."""
-    return Rule(
-        f"must be one of {', '.join(choices)}",
-        f"remove the key to get {choices[0]}",
-        lambda value: isinstance(value, str) and value in (*choices, *also),
-    )
-
-
-def _list(of: str, way_out: str, holds: Callable[[Any], bool]) -> Rule:
-    return Rule(
-        f"must be a list of {of}", way_out, lambda value: isinstance(value, list | tuple) and all(map(holds, value))
-    )
-
-
-def _is_integer(value: object, least: int) -> bool:
-    # A boolean is an int in Python, and `moe_num_chunks: true` is nobody's intention.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-_MAYBE_SET = _integer(0, "use 0 or remove the key to leave it unset")
-_FLAG = Rule("must be a boolean", "write true or false, without quotes", lambda value: isinstance(value, bool))
-_NAMES = _list("names", "write [] for none", lambda item: isinstance(item, str) and item != "")
-_INDICES = _list("integers >= 0", "write [0], or [] for none", lambda item: _is_integer(item, 0))
-_BATCH_DIM = Rule(
-    "must be 0 or 1", "write 0 for [B, S, H], 1 for [S, B, H]", lambda value: _is_integer(value, 0) and value <= 1
-)
-
-
-def _setting(default: Any, rule: Rule) -> Any:
-    """A field with its rule, which docs/config.md shows beside what the class's docstring says of it."""
+def _setting(default: Any, rule: ValueRule) -> Any:
+    """A field with its rule, which docs/config.md shows with its meaning from the docstring of the class."""
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 
@@ -82,25 +28,24 @@ class ChunkMoEConfig:
     """How the tokens of an MoE layer are cut into chunks, and how the chunks run.
 
     moe_num_chunks: number of chunks; 0: not set.
-    moe_chunk_size: tokens a chunk, and the rank with the most tokens decides on the number of chunks; 0: not set.
+    moe_chunk_size: tokens per chunk. The rank with the most tokens decides the number of chunks; 0: not set.
         Both 0: one chunk. Both set: `moe_num_chunks` wins, and one warning says so.
-    chunk_moe_auto: choose the number of chunks at the first call, from its rows and from rates measured there, and
-        keep to it.
-    chunk_moe_max_rows: cut a call into 2, 4, ... times as many chunks, up to 16 or a little more, where one would bring
-        some rank's experts more rows than this; 0: not set.
-    chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and what fc1 makes of
-        them. "rows": the rows alone, and fc1 runs again. "input": the layer's input alone; its rows are dispatched
-        again, with the gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
+    chunk_moe_auto: choose the number of chunks in the first call, from its rows and from rates measured there. Later
+        calls use the same number.
+    chunk_moe_max_rows: cut a call into 2, 4, ... times as many chunks, up to about 16 chunks, if the experts of some
+        rank would get more rows of one chunk than this; 0: not set.
+    chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and the output of fc1.
+        "rows": only the rows; fc1 runs again. "input": only the layer's input; its rows are dispatched again, with the
+        gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
     chunk_moe_recompute: true for "rows", false for "activations".
-    chunk_moe_skip_unread: where a block is recomputed, and its forward has shown that nothing behind the layer keeps
-        any of its output, leave out the second expert matmul and the combine of the recompute. What is seen are torch's
-        own operations: not for blocks with hand-written kernels or Functions behind the layer, nor for ranks whose
-        blocks run different operations there.
+    chunk_moe_skip_unread: in the recompute of a block, leave out the second expert matmul and the combine, if the
+        forward showed that nothing after the layer keeps its output. Only torch's own operations are seen. Do not use
+        it if a block has hand-written kernels or Functions after the layer, or if ranks run different operations there.
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
-    chunk_moe_lookahead: chunks that "rolling" dispatches ahead of the one whose experts run; each beyond 1 is one more
-        that owns buffers.
-    chunk_moe_overlap_shared_expert: in Qwen3.5's MoE block, compute the shared expert while the first dispatch is on
-        the wire, and its gradients while the last rows travel back.
+    chunk_moe_lookahead: number of chunks that "rolling" dispatches ahead of the chunk whose experts run; each beyond 1
+        needs buffers for one more chunk.
+    chunk_moe_overlap_shared_expert: in Qwen3.5's MoE block, compute the shared expert during the first dispatch, and
+        its gradients while the last rows return.
     chunk_moe_backend: "auto" (by the device of the tensors) or the one back end to use: "cpu", "cuda", "npu".
 
     Raises ConfigError for a value of the wrong type or out of range.
@@ -108,18 +53,18 @@ class ChunkMoEConfig:
 
     moe_num_chunks: int = _setting(0, _MAYBE_SET)
     moe_chunk_size: int = _setting(0, _MAYBE_SET)
-    chunk_moe_auto: bool = _setting(False, _FLAG)
+    chunk_moe_auto: bool = _setting(False, FLAG)
     chunk_moe_max_rows: int = _setting(0, _MAYBE_SET)
-    chunk_moe_recompute: bool = _setting(False, _FLAG)
-    chunk_moe_keep: str = _setting("", _choice(KEEPS, ""))
-    chunk_moe_skip_unread: bool = _setting(False, _FLAG)
-    chunk_moe_schedule: str = _setting("rolling", _choice(SCHEDULES))
-    chunk_moe_lookahead: int = _setting(1, _integer(0, "remove the key to get 1"))
-    chunk_moe_overlap_shared_expert: bool = _setting(False, _FLAG)
-    chunk_moe_backend: str = _setting("auto", _choice(BACKENDS))
+    chunk_moe_recompute: bool = _setting(False, FLAG)
+    chunk_moe_keep: str = _setting("", choice(*KEEPS, also=("",)))
+    chunk_moe_skip_unread: bool = _setting(False, FLAG)
+    chunk_moe_schedule: str = _setting("rolling", choice(*SCHEDULES))
+    chunk_moe_lookahead: int = _setting(1, integer(0, "remove the key to get 1"))
+    chunk_moe_overlap_shared_expert: bool = _setting(False, FLAG)
+    chunk_moe_backend: str = _setting("auto", choice(*BACKENDS))
 
     def __post_init__(self) -> None:
-        _check(type(self), vars(self), "")
+        _taken(type(self), vars(self), "")
         if self.both_sizes:
             _warn(self.both_sizes)
         _check_together(vars(self), "")
@@ -141,13 +86,12 @@ class ChunkMoEConfig:
 
     @classmethod
     def from_mapping(cls, mapping: object, path: str = "parallel.ep_plan") -> ChunkMoEConfig:
-        """Take the keys of this class out of the host's `ep_plan` mapping, which stands at `path` of the yaml.
+        """Take the keys of this class out of the host's `ep_plan` mapping, which is at `path` of the yaml.
 
         Keys of the host are left alone. Raises ConfigError for a wrong value, and for a key that begins with `moe_` or
-        `chunk_moe_` and is none of ours.
+        `chunk_moe_` and is not one of ours.
         """
         ours = _ours(cls, mapping, path, "parallel.ep_plan", lambda key: str(key).startswith(KEY_PREFIXES))
-        _check(cls, ours, f"{path}.")
         _check_together({field.name: field.default for field in dataclasses.fields(cls)} | ours, f"{path}.")
         return cls(**ours)
 
@@ -157,30 +101,28 @@ class ChunkMBSConfig:
     """How the batch of a block is cut into micro-chunks.
 
     apply_modules: names of the blocks, with MindSpeed-MM's wildcards.
-    chunk_mbs: samples a micro-chunk.
+    chunk_mbs: samples per micro-chunk.
     batch_dim: the batch's dimension in the hidden states: 0 for [B, S, H], 1 for [S, B, H].
-    chunk_arg_indexs, chunk_kwarg_names: arguments that carry the batch, by position and by name: tensors, or tuples and
-        dictionaries of them, with the batch's size or 1 on `batch_dim`. The first says how large the batch is.
-    chunk_whole_names: arguments that are passed whole although a dimension of theirs has the batch's size.
-    chunk_infer: cut other tensors, too, that have the batch's size on `batch_dim` and the sequences' length beside it.
-        Of rows that may be samples by chance alone, the first call says that they must be named.
+    chunk_arg_indexs, chunk_kwarg_names: arguments that contain the batch, by position and by name: tensors, or tuples
+        and dictionaries of tensors, with the batch's size or 1 on `batch_dim`. The first one gives the batch's size.
+    chunk_whole_names: arguments that are passed whole, although one of their dimensions has the batch's size.
+    chunk_infer: also cut other tensors that have the batch's size on `batch_dim` and the sequence length next to it. If
+        rows may be samples only by chance, the first call says that they must be named.
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
 
-    apply_modules: tuple[str, ...] = _setting((), _NAMES)
-    chunk_mbs: int = _setting(1, _integer(1, "give the samples of one micro-chunk"))
-    batch_dim: int = _setting(0, _BATCH_DIM)
-    chunk_arg_indexs: tuple[int, ...] = _setting((0,), _INDICES)
-    chunk_kwarg_names: tuple[str, ...] = _setting((), _NAMES)
-    chunk_whole_names: tuple[str, ...] = _setting((), _NAMES)
-    chunk_infer: bool = _setting(True, _FLAG)
+    apply_modules: tuple[str, ...] = _setting((), NAMES)
+    chunk_mbs: int = _setting(1, integer(1, "give the samples of one micro-chunk"))
+    batch_dim: int = _setting(0, BATCH_DIM)
+    chunk_arg_indexs: tuple[int, ...] = _setting((0,), INDICES)
+    chunk_kwarg_names: tuple[str, ...] = _setting((), NAMES)
+    chunk_whole_names: tuple[str, ...] = _setting((), NAMES)
+    chunk_infer: bool = _setting(True, FLAG)
 
     def __post_init__(self) -> None:
-        _check(type(self), vars(self), "")
-        for name, value in list(vars(self).items()):
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+        for name, value in _taken(type(self), vars(self), "").items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_mapping(cls, mapping: object, path: str = "features.chunkmbs_plan") -> ChunkMBSConfig:
@@ -188,9 +130,7 @@ class ChunkMBSConfig:
 
         Raises ConfigError for a wrong value, an unknown key, or where no argument would be cut.
         """
-        ours = _ours(cls, mapping, path, "features.chunkmbs_plan", lambda key: True)
-        _check(cls, ours, f"{path}.")
-        made = cls(**ours)
+        made = cls(**_ours(cls, mapping, path, "features.chunkmbs_plan", lambda key: True))
         if not (made.chunk_infer or made.chunk_arg_indexs or made.chunk_kwarg_names):
             way_out = "name some in chunk_arg_indexs, or remove the key"
             raise ConfigError.about(f"{path}.chunk_infer", False, "no argument would be cut", way_out)
@@ -200,24 +140,18 @@ class ChunkMBSConfig:
 def _ours(cls, mapping, path, section, must_be_known):
     """The entries of `mapping`, which is this `section`, that are fields of `cls`; none else may be `must_be_known`."""
     names = [field.name for field in dataclasses.fields(cls)]
-    if not isinstance(mapping, Mapping):
-        raise ConfigError.about(path, mapping, "must be a mapping", f"write for example {path}.{names[0]}")
-    for key, value in mapping.items():
+    for key, value in MAPPING.take(path, mapping).items():
         if key not in names and must_be_known(key):
             from mindspeed_chunk.keys import unknown  # which is made of these classes
 
             raise unknown(f"{path}.{key}", value, section, f"known are {', '.join(names)}")
-    return {key: value for key, value in mapping.items() if key in names}
+    return _taken(cls, {key: value for key, value in mapping.items() if key in names}, f"{path}.")
 
 
-def _check(cls: type, settings: Mapping[str, Any], prefix: str) -> None:
-    """Raise ConfigError where a value breaks the rule of its field of `cls`; the key is `prefix` and the name."""
+def _taken(cls: type, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The values of fields of `cls`. Raises ConfigError where one breaks its rule; the key is `prefix` and the name."""
     rules = {field.name: field.metadata["rule"] for field in dataclasses.fields(cls)}
-    for name, value in settings.items():
-        if not rules[name].holds(value):
-            raise ConfigError.about(f"{prefix}{name}", value, rules[name].words, rules[name].way_out)
-        if isinstance(value, int) and value >= INTEGERS_BELOW:
-            raise ConfigError.about(f"{prefix}{name}", value, "must be below 2^63", rules[name].way_out)
+    return {name: rules[name].take(f"{prefix}{name}", value) for name, value in settings.items()}
 
 
 def _check_together(settings, prefix):

@@ -1,8 +1,8 @@
-"""The keys that rules read, with the types that the host gives them, and the other keys of the same sections.
+"""One table of the yaml's keys, for the settings, lint, the embedded trainer and the documents.
 
-A key that is not here is left alone: every section of the host admits extra keys. Types are read as leniently as the
-host's pydantic reads them ("2" is 2), but for true, which is no number here; those of Chunk MoE, which the host hands
-on as they are, as strictly as `ChunkMoEConfig` does.
+A key that is not here is ignored: every section of the host accepts extra keys. The embedded trainer is strict. Lint
+is as lenient as the host's pydantic ("2" is 2), but true is not a number. The host passes the keys of Chunk MoE on as
+they are, so lint is as strict with them as `ChunkMoEConfig`.
 """
 
 from __future__ import annotations
@@ -11,242 +11,257 @@ import collections
 import dataclasses
 import difflib
 import functools
-import re
-import typing
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.values import (
+    AUTO_OR_COUNT,
+    COUNT,
+    DTYPE,
+    FLAG,
+    MAPPING,
+    NAMES,
+    TEXT,
+    ValueRule,
+    choice,
+    integer,
+    number,
+)
 
-Convert = Callable[[object], object]
-_DIGITS = re.compile(r"[+-]?\d{1,18}")
-_TRUE, _FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
-
-
-def anything(value: object) -> object:
-    return value
-
-
-def integer(value: object) -> int:
-    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()) or isinstance(value, float) and value % 1 == 0:
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("must be an integer")
-    return value
-
-
-def auto_or_integer(value: object) -> object:
-    return value if value == "auto" else integer(value)
+# "eager" and "fused" are those of MindSpeed-MM 26.0
+DISPATCHERS = ("alltoall", "allgather", "mc2", "chunkmoe", "eager", "fused")
+REQUIRED = dataclasses.MISSING
+_EP_SIZE = integer(1, "write 1 for no expert parallelism")
 
 
-def flag(value: object) -> bool:
-    # of a list or a mapping no text is made: aliases can make it larger than any memory
-    plain = value if isinstance(value, str | int | float) else ""
-    word = str(int(plain) if plain in (0.0, 1.0) else plain).lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError("must be a boolean")
-    return word in _TRUE
+class Key(NamedTuple):
+    """What the package knows about a key; only the name, if no reader uses the key.
+
+    lint: the rule for lint. null: whether the host accepts null, too.
+    trainer: the rule for the embedded trainer, which uses the default if the key is missing or null.
+    meaning: its effect in the embedded trainer, for docs/config.md.
+    setting: whether it is a field of `ChunkMoEConfig` or `ChunkMBSConfig`, with its default and meaning there.
+    """
+
+    lint: ValueRule | None = None
+    trainer: ValueRule | None = None
+    default: Any = None
+    meaning: str = ""
+    null: bool = False
+    setting: bool = False
 
 
-def text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be text")
-    return value
+def lint(rule: ValueRule, null: bool = False) -> Key:
+    return Key(rule, null=null)
 
 
-def names(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError("must be a list of names")
-    return value
+def trainer(rule: ValueRule, default: Any, meaning: str) -> Key:
+    return Key(None, rule, default, meaning)
 
 
-def integers(value: object) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError("must be a list of integers")
-    return [integer(item) for item in value]
+def both(rule: ValueRule, default: Any, meaning: str, null: bool = False) -> Key:
+    return Key(rule, rule, default, meaning, null)
 
 
-def optional(convert: Convert) -> Convert:
-    return lambda value: None if value is None else convert(value)
+def others(names: str) -> dict[str, Key]:
+    """Keys that no reader uses; a misspelt key is compared with their names, too."""
+    return dict.fromkeys(names.split(), Key())
 
 
-def exact(kind: type) -> Convert:
-    """Of a key that reaches us as it stands in the yaml."""
-
-    def convert(value: object) -> object:
-        if type(value) is not kind:
-            raise ValueError(f"must be {_WORDS[kind]}")
-        return value
-
-    return convert
+def _settings(cls: type, strict: bool) -> dict[str, Key]:
+    """The fields of a class of settings. `strict`: the host passes their values on as they are."""
+    rules: dict[str, ValueRule] = {field.name: field.metadata["rule"] for field in dataclasses.fields(cls)}
+    return {name: Key(rule.strict() if strict else rule, setting=True) for name, rule in rules.items()}
 
 
-def _also(names: str) -> dict[str, Convert]:
-    """Keys that no rule reads."""
-    return dict.fromkeys(names.split(), anything)
-
-
-_WORDS = {int: "an integer", bool: "a boolean, true or false without quotes", str: "text"}
-_OF_HOST = {int: integer, bool: flag, str: text, tuple[str, ...]: names, tuple[int, ...]: integers}
-_MOE = {name: exact(kind) for name, kind in typing.get_type_hints(ChunkMoEConfig).items()}
-_MBS = {name: _OF_HOST[kind] for name, kind in typing.get_type_hints(ChunkMBSConfig).items()}
-_RECOMPUTE = {
-    "apply_modules": names, "use_reentrant": anything, "op_replay_scopes": anything, "flatten_inputs": anything,
-}  # fmt: skip
+_DISPATCHER = Key(
+    lint=choice(*DISPATCHERS),
+    trainer=choice("alltoall", "chunkmoe"),
+    default="alltoall",
+    meaning="how an MoE layer sends tokens to experts",
+)
+_RECOMPUTE = {"apply_modules": lint(NAMES), **others("use_reentrant op_replay_scopes flatten_inputs")}
 
 SECTIONS: dict[str, Any] = {
     "parallel": {
-        "data_parallel_size": optional(integer),
-        "fully_shard_parallel_size": auto_or_integer,
+        "data_parallel_size": lint(COUNT, null=True),
+        "fully_shard_parallel_size": both(AUTO_OR_COUNT, "auto", "auto or the number of ranks; FSDP2 uses all of them"),
         "fsdp_plan": {
-            "apply_modules": names,
-            "ignored_modules": names,
-            "hook_modules": optional(names),
-            **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"), anything),
-            **dict.fromkeys(("reshard_after_forward", "pregather", "cpu_offload"), anything),
-            **dict.fromkeys(("num_to_forward_prefetch", "num_to_backward_prefetch"), anything),
+            "apply_modules": both(NAMES, (), "FSDP2 units; parameters in none of them belong to the root unit"),
+            "ignored_modules": lint(NAMES),
+            "hook_modules": lint(NAMES, null=True),
+            "param_dtype": trainer(DTYPE, "float32", "dtype of gathered parameters, in which the model computes"),
+            "reduce_dtype": trainer(DTYPE, "float32", "dtype in which gradients are summed over ranks"),
+            "reshard_after_forward": trainer(FLAG, True, "free gathered parameters between forward and backward"),
+            "num_to_forward_prefetch": trainer(integer(0), 0, "units that are gathered ahead in the forward"),
+            "num_to_backward_prefetch": trainer(integer(0), 0, "units that are gathered ahead in the backward"),
+            **others("output_dtype cast_forward_inputs pregather cpu_offload"),
         },
-        "tensor_parallel_size": integer,
-        "tp_plan": anything,
-        "ring_attention_size": integer,
-        "ulysses_parallel_size": integer,
-        "kvallgather_parallel_size": anything,
-        "context_parallel_size": anything,  # in stock yamls, and without effect
-        "expert_parallel_size": integer,
-        "expert_fully_shard_parallel_size": integer,
-        "expert_data_parallel_size": anything,
+        "tensor_parallel_size": lint(COUNT),
+        "ring_attention_size": lint(COUNT),
+        "ulysses_parallel_size": lint(COUNT),
+        "expert_parallel_size": both(
+            _EP_SIZE, 1, "ranks that share the experts of a layer; divides the ranks and the experts"
+        ),
+        "expert_fully_shard_parallel_size": lint(COUNT),
+        **others("tp_plan kvallgather_parallel_size expert_data_parallel_size"),
+        **others("context_parallel_size"),  # in stock yamls, without effect
         "ep_plan": {
-            "apply_modules": names,
-            "apply_efsdp_modules": names,
-            "dispatcher": text,
-            "use_npu_fused_ops": anything,
-            **_MOE,
+            "apply_modules": both(NAMES, (), "the modules that contain experts"),
+            "apply_efsdp_modules": lint(NAMES),
+            "dispatcher": _DISPATCHER,
+            **others("use_npu_fused_ops"),
+            **_settings(ChunkMoEConfig, strict=True),
         },
-        "recompute": flag,
+        "recompute": lint(FLAG),
         "recompute_plan": _RECOMPUTE,
     },
     "model": {
-        "model_name_or_path": optional(text),
-        "activation_offload_plan": {"apply_modules": optional(names)},
-        **_also("model_id trust_remote_code attn_implementation freeze mtp_num_layers mtp_loss_scaling_factor"),
-        **_also("loss_cfg enable_chunk_loss chunkloss_plan"),  # 26.0
+        "model_id": trainer(choice("qwen3_5_moe"), "qwen3_5_moe", "the model"),
+        "model_name_or_path": both(
+            TEXT, REQUIRED, "a folder with its `config.json`; weights in it are loaded", null=True
+        ),
+        "attn_implementation": trainer(choice("sdpa", "eager"), "sdpa", "transformers' name of the attention"),
+        "activation_offload_plan": {"apply_modules": lint(NAMES, null=True)},
+        **others("trust_remote_code freeze mtp_num_layers mtp_loss_scaling_factor"),
+        **others("loss_cfg enable_chunk_loss chunkloss_plan"),  # 26.0
     },
     "data": {
         "dataset_param": {
             "basic_parameters": {
-                "cutoff_len": optional(integer),
-                **_also("cache_dir template chat_template enable_thinking dataset_dir dataset train_on_prompt"),
-                **_also("mask_history streaming overwrite_cache preprocessing_batch_size preprocessing_num_workers"),
-                **_also("max_samples tool_format val_dataset val_max_samples val_rate packing neat_packing"),
-                **_also("preprocess_on_fly async_preprocess async_preprocess_buffer_size stage"),
+                "cutoff_len": both(integer(2), REQUIRED, "tokens per sample", null=True),
+                **others("cache_dir template chat_template enable_thinking dataset_dir dataset train_on_prompt"),
+                **others("mask_history streaming overwrite_cache preprocessing_batch_size preprocessing_num_workers"),
+                **others("max_samples tool_format val_dataset val_max_samples val_rate packing neat_packing"),
+                **others("preprocess_on_fly async_preprocess async_preprocess_buffer_size stage"),
             },
-            **_also("dataset_type preprocess_parameters attr"),
+            **others("dataset_type preprocess_parameters attr"),
         },
         "dataloader_param": {
-            "drop_last": optional(flag),
-            **_also("dataloader_mode sampler_type shuffle pin_memory collate_param num_workers enable_preload"),
-            **_also("prefetch_factor"),  # in stock yamls
+            "drop_last": lint(FLAG, null=True),
+            **others("dataloader_mode sampler_type shuffle pin_memory collate_param num_workers enable_preload"),
+            **others("prefetch_factor"),  # in stock yamls
         },
-        **_also("val_dataset_param"),
+        **others("val_dataset_param"),
     },
     "features": {
-        "recompute": optional(flag),
-        "recompute_plan": _RECOMPUTE,
-        "loss_cfg": {"loss_type": anything, "router_aux_loss_coef": anything, "router_aux_loss_offload": flag},
-        **dict.fromkeys(("enable_chunk_loss", "enable_dynamic_chunk_loss", "chunkloss_plan"), anything),
-        **dict.fromkeys(("enable_chunk_layer", "chunk_layer_plan", "chunk_layer"), anything),
-        "enable_activation_offload": flag,
-        "activation_offload_plan": {"apply_modules": names, "impl": anything},
-        "enable_chunk_mbs": flag,
-        "chunkmbs_plan": _MBS,
-        "enable_ep_balance": flag,
-        "ep_balance_plan": anything,
-        "skip_moe_pad_tokens": flag,
+        "recompute": both(FLAG, False, "recompute the blocks of `recompute_plan`", null=True),
+        "recompute_plan": {**_RECOMPUTE, "apply_modules": both(NAMES, (), "the blocks that are recomputed")},
+        "loss_cfg": {
+            "router_aux_loss_coef": trainer(number(0.0), 0.0, "weight of the routers' balance loss; 0: not computed"),
+            "router_aux_loss_offload": lint(FLAG),
+            **others("loss_type"),
+        },
+        "enable_activation_offload": both(
+            FLAG, False, "offload activations of the blocks of `activation_offload_plan`"
+        ),
+        "activation_offload_plan": {
+            "apply_modules": both(NAMES, (), "the blocks whose activations are kept on the host"),
+            **others("impl"),
+        },
+        "enable_chunk_mbs": both(FLAG, False, "turn on ChunkMBS with the settings of `chunkmbs_plan`"),
+        "chunkmbs_plan": _settings(ChunkMBSConfig, strict=False),
+        "enable_ep_balance": lint(FLAG),
+        "skip_moe_pad_tokens": lint(FLAG),
+        **others("enable_chunk_loss enable_dynamic_chunk_loss chunkloss_plan"),
+        **others("enable_chunk_layer chunk_layer_plan chunk_layer ep_balance_plan"),
     },
     "training": {
-        "micro_batch_size": integer,
-        "val_micro_batch_size": optional(integer),
-        "gradient_accumulation_steps": optional(integer),
-        "global_batch_size": optional(integer),
+        "optimizer": trainer(choice("adamw"), "adamw", "torch's AdamW"),
+        "micro_batch_size": both(COUNT, 1, "samples per pass and rank"),
+        "val_micro_batch_size": lint(COUNT, null=True),
+        "gradient_accumulation_steps": both(COUNT, 1, "passes per optimizer step", null=True),
+        "global_batch_size": lint(COUNT, null=True),
+        "seed": trainer(integer(0), 42, "seed of the weights and of the order of samples"),
+        "lr": trainer(number(0.0), 5e-5, "learning rate, constant"),
+        "weight_decay": trainer(number(0.0), 0.0, "weight decay of AdamW"),
+        "adam_beta1": trainer(number(0.0, below=1.0), 0.9, "beta1 of AdamW"),
+        "adam_beta2": trainer(number(0.0, below=1.0), 0.999, "beta2 of AdamW"),
+        "adam_eps": trainer(number(0.0), 1e-8, "eps of AdamW"),
+        "clip_grad": trainer(number(0.0), 1.0, "largest total norm of the gradients; 0: no clipping"),
+        "train_iters": trainer(COUNT, 10000, "number of optimizer steps"),
+        "log_interval": trainer(COUNT, 1, "steps between two log lines"),
         "quantization_plan": {
-            "recipe_name": text,
-            **_also("apply_modules ignored_modules quant_converters extra_args"),
-            **_also("enable_fsdp_low_precision_all_gather fsdp_low_precision_all_gather_mode"),
+            "recipe_name": lint(TEXT),
+            **others("apply_modules ignored_modules quant_converters extra_args"),
+            **others("enable_fsdp_low_precision_all_gather fsdp_low_precision_all_gather_mode"),
         },
         "lora": {
-            "enable": flag,
-            "target_modules": names,
-            **_also("rank alpha dropout init_lora_weights pretrained_lora_path lora_target_modules_support"),
-            **_also("disable_peft_moe_conversion save_mode"),
+            "enable": lint(FLAG),
+            "target_modules": lint(NAMES),
+            **others("rank alpha dropout init_lora_weights pretrained_lora_path lora_target_modules_support"),
+            **others("disable_peft_moe_conversion save_mode"),
         },
-        **_also("profile plugin seed train_iters train_epochs max_steps enable_full_determinism use_deter_comp"),
-        **_also("lr lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio lr_scaling_plan weight_decay"),
-        **_also("no_decay_modules no_decay_params optimizer adam_fused adam_beta1 adam_beta2 adam_eps"),
-        **_also("matched_adamw_rms muon_momentum ns_steps mem_fraction_static clip_grad clip_grad_foreach"),
-        **_also("ckpt_manager save save_async save_ckpt_dtype save_format save_interval save_steps"),
-        **_also("load load_checkpoint_path load_format load_strict load_rank0_and_broadcast"),
-        **_also("no_load_optim no_load_rng no_save_optim no_save_rng log_interval val_interval manual_gc_interval"),
-        **_also("init_model_with_meta_device allow_hf32"),
-        **_also("validate_interval clip_norm_type max_epochs resume scheduler scheduler_conf"),  # in stock yamls
+        **others("profile plugin train_epochs max_steps enable_full_determinism use_deter_comp"),
+        **others("lr_min lr_start lr_warmup_ratio lr_decay_style lr_decay_ratio lr_scaling_plan"),
+        **others("no_decay_modules no_decay_params adam_fused matched_adamw_rms muon_momentum ns_steps"),
+        **others("mem_fraction_static clip_grad_foreach ckpt_manager save save_async save_ckpt_dtype save_format"),
+        **others("save_interval save_steps load load_checkpoint_path load_format load_strict load_rank0_and_broadcast"),
+        **others("no_load_optim no_load_rng no_save_optim no_save_rng val_interval manual_gc_interval"),
+        **others("init_model_with_meta_device allow_hf32"),
+        **others("validate_interval clip_norm_type max_epochs resume scheduler scheduler_conf"),  # in stock yamls
     },
-    "tools": anything,
-    "standalone": {"metrics_path": anything},
+    **others("tools"),
+    "standalone": {
+        "metrics_path": trainer(TEXT, None, "a file to which rank 0 writes one JSON line per step"),
+    },
 }
 
-# Where each key of the two features belongs.
+# Models and data sets add their own keys to these sections: only keys for lint and sections are suggested here.
+_OPEN = ("model", "data.dataset_param")
+# Keys with at least this likeness may be meant for each other: more than any two keys of one section in stock yamls
+# have. For longer keys it would take too long.
+NEAR, _LONG = 0.8, 64
+
+
+def joined(section: str, key: object) -> str:
+    return f"{section}.{key}" if section else str(key)
+
+
+def at(path: str) -> Any:
+    """The Key at a path, or the keys of a section; "" is the root."""
+    return functools.reduce(lambda found, segment: found[segment], filter(None, path.split(".")), SECTIONS)
+
+
+def _paths(keys: dict[str, Any], path: str = "") -> Iterator[str]:
+    yield path
+    for name, key in keys.items():
+        if isinstance(key, dict):
+            yield from _paths(key, joined(path, name))
+
+
+PATHS = tuple(_paths(SECTIONS))  # of all sections
+# The section of each key of the two features.
 HOMES = {
-    **{field.name: "parallel.ep_plan" for field in dataclasses.fields(ChunkMoEConfig)},
-    **{field.name: "features.chunkmbs_plan" for field in dataclasses.fields(ChunkMBSConfig)},
+    **{name: path for path in PATHS for name, key in at(path).items() if isinstance(key, Key) and key.setting},
     "dispatcher": "parallel.ep_plan",
     "hook_modules": "parallel.fsdp_plan",
     "enable_chunk_mbs": "features",
     "chunkmbs_plan": "features",
 }
 del HOMES["apply_modules"]  # every plan has one
-# Sections in which every key of the host is named above, or none is near to another.
-SPELT = (
-    "", "parallel", "parallel.fsdp_plan", "parallel.ep_plan", "parallel.recompute_plan", "features",
-    "features.chunkmbs_plan", "features.recompute_plan", "features.activation_offload_plan", "features.loss_cfg",
-    "model.activation_offload_plan", "data", "data.dataset_param.basic_parameters", "data.dataloader_param",
-    "training", "training.quantization_plan", "training.lora", "standalone",
-)  # fmt: skip
-# Sections that models and data sets add keys of their own to: only those that rules read are held to their spelling.
-OPEN = ("model", "data.dataset_param")
-# Likeness from which one key may be meant for another: more than any two keys of one section that are both in stock
-# yamls have; of longer ones it would take too long.
-NEAR, _LONG = 0.8, 64
-
-
-def keys_of(section: str) -> dict[str, object]:
-    """The keys of a section by its path; "" for the root."""
-    found = SECTIONS
-    for segment in filter(None, section.split(".")):
-        found = found[segment]
-    return found
-
-
-def spelt(section: str) -> list[str]:
-    """The keys that another one of the section may be meant for."""
-    return [key for key, convert in keys_of(section).items() if section not in OPEN or convert is not anything]
 
 
 def nearest(key: str, section: str) -> list[str]:
-    """The keys of the section that an unknown one may be meant for: one, or some that are equally near, or none."""
-    return [] if key in keys_of(section) else near(key, tuple(spelt(section)))
+    """The keys of the section that an unknown key may mean: one, several that are equally near, or none."""
+    known = at(section)
+    meant = (name for name, each in known.items() if section not in _OPEN or isinstance(each, dict) or each.lint)
+    return [] if key in known else near(key, tuple(meant))
 
 
 @functools.lru_cache(maxsize=4096)
 def near(word: str, known: tuple[str, ...]) -> list[str]:
-    """The known words that may be meant: as of `nearest`."""
+    """The known words that a word may mean: one, several that are equally near, or none."""
     found = {each: _likeness(word, each) for each in known} if len(word) <= _LONG else {}
     best = max(found.values(), default=0.0)
     return [each for each, likeness in found.items() if likeness == best >= NEAR]
 
 
 def _likeness(word: str, known: str) -> float:
-    """difflib's ratio of the keys, or of their words in the order of the alphabet: the order is easily forgotten."""
+    """difflib's ratio of the keys, or of their words in alphabetical order: users often forget the order."""
     both = len(word) + len(known)
-    # bounds on either: by the lengths, and by the letters that both have
+    # upper bounds of both ratios: by the lengths, and by the letters that both keys have
     if 2 * min(len(word), len(known)) < NEAR * both or 2 * (_letters(word) & _letters(known)).total() < NEAR * both:
         return 0.0
     turned, meant = ("_".join(sorted(each.split("_"))) for each in (word, known))
@@ -259,25 +274,25 @@ def _letters(word: str) -> collections.Counter[str]:
 
 
 def unknown(path: str, value: object, section: str, otherwise: str = "correct or remove it") -> ConfigError:
-    """The error about a key at the path that the section has not; `otherwise` is the way out where none is near."""
+    """The error about a key that the section does not have; `otherwise` is the way out if no known key is near."""
     meant = nearest(path.rpartition(".")[2], section)
     way_out = f"the nearest {'ones are' if meant[1:] else 'one is'} {', '.join(meant)}" if meant else otherwise
     return ConfigError.about(path, value, "unknown key", way_out)
 
 
-def read(data: object, keys: dict = SECTIONS, path: str = "") -> dict:
-    """`data` with the values of `keys` as the host takes them. Raises ConfigError for one of another type."""
-    if not isinstance(data, dict):
-        raise ConfigError.about(path, data, "must be a mapping", "write its keys below it, indented")
-    result = dict(data)
-    for name, convert in keys.items():
-        if name in data:
-            at = f"{path}.{name}" if path else name
-            if isinstance(convert, dict):
-                result[name] = read(data[name], convert, at)
-                continue
-            try:
-                result[name] = convert(data[name])
-            except ValueError as error:
-                raise ConfigError.about(at, data[name], str(error), "correct or remove it") from None
+def read(data: object, keys: dict[str, Any] = SECTIONS, path: str = "") -> dict[str, Any]:
+    """`data` with the values of `keys` as the host reads them. Raises ConfigError for a value of a wrong type."""
+    result = dict(MAPPING.take(path, data))
+    for name, key in keys.items():
+        if name in result:
+            value, at = result[name], joined(path, name)
+            if isinstance(key, dict):
+                result[name] = read(value, key, at)
+            elif key.lint and not (key.null and value is None):
+                result[name] = key.lint.take_type(at, value)
     return result
+
+
+def check(path: str, value: object) -> None:
+    """Raises ConfigError if the value breaks the rule for lint of the key at the path."""
+    at(path).lint.take(path, value)

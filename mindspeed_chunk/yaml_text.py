@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from mindspeed_chunk.config import INTEGERS_BELOW, ConfigError
+from mindspeed_chunk.values import INTEGERS_BELOW, ConfigError
 from mindspeed_chunk.wording import shortened, shown
 
 MAX_BYTES = 64 * 1024  # of a file; the largest stock yaml of MindSpeed-MM has 6 KiB

@@ -80,7 +80,7 @@ def _routed(original: Callable) -> Callable:
 
 def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
     """The host's arguments as ours: ids and weights in order, its activation as a callable, its forced balance."""
-    from mindspeed_chunk.moe.dispatcher import order_routing
+    from mindspeed_chunk.moe.arguments import order_routing
 
     named = dict(named)
     # the host's generic forward passes them in another order than transformers 5

@@ -5,12 +5,12 @@ What is known only in a call, such as the sizes of arguments, is checked in the 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.config import FLAG, ConfigError
 from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE
 from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
@@ -19,11 +19,8 @@ from mindspeed_chunk.patches.record import APPLIED, log_once
 
 def check(arguments: Any) -> None:
     """Raises ConfigError. Does nothing for a configuration without ChunkMBS."""
-    features = settings.features(arguments)
-    asked = features.get("enable_chunk_mbs", False)
-    if not isinstance(asked, bool):
-        raise ConfigError.about(ENABLE, asked, "must be a boolean", "write true or false, without quotes")
-    if not asked:
+    get = functools.partial(settings.value_at, arguments)
+    if not FLAG.take(ENABLE, get(ENABLE, False)):
         return
     importlib.import_module(features_applier.PATCH.module)
     own = _imported(chunk_mbs.PATCH.module)
@@ -37,16 +34,16 @@ def check(arguments: Any) -> None:
     if seam.PATCH.state != APPLIED:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
-    config = checks.read_config(features.get("chunkmbs_plan", {}))
-    checks.check_chunk_layer(settings.value_at(features, checks.CHUNK_LAYER))
-    checks.check_loss(settings.value_at(features, checks.LOSS))
+    config = checks.read_config(get(checks.PLAN, {}))
+    checks.check_chunk_layer(get)
+    checks.check_loss(get)
     _count_rows(arguments.parallel)
-    hooks = getattr(arguments.parallel.fsdp_plan, "hook_modules", None) or []
-    checks.check_hooks(_units(arguments.parallel), hooks, config.apply_modules)
-    wrappers = _inner(arguments, features)
+    checks.check_hooks(checks.units(get), get(checks.HOOKS, []), config.apply_modules)
+    since_26_1 = get("features.activation_offload_plan") is not None
+    wrappers = checks.inner(get, checks.SWITCHES.keys() if since_26_1 else checks.SWITCHES.values())
     checks.check_covered(wrappers, config.apply_modules)
     inner = _check_memory(wrappers)
-    given = (getattr(arguments.training, name, None) for name in ("micro_batch_size", "val_micro_batch_size"))
+    given = map(get, ("training.micro_batch_size", "training.val_micro_batch_size"))
     sizes = tuple(size for size in given if size)
     if own:
         chunk_mbs.use(sizes, inner)
@@ -74,23 +71,6 @@ def _count_rows(parallel: Any) -> None:
     row_counts.use()
 
 
-def _inner(arguments: Any, features: Mapping[str, Any]) -> checks.Inner:
-    """Modules that are recomputed and offloaded, by the key that turns it on; None if it is off."""
-    if "activation_offload_plan" in features:  # since 26.1
-        return {
-            f"features.{switch}": (features[plan]["apply_modules"] or []) if features.get(switch) else None
-            for switch, plan in (
-                ("recompute", "recompute_plan"),
-                ("enable_activation_offload", "activation_offload_plan"),
-            )
-        }
-    parallel, offload = arguments.parallel, getattr(arguments.model, "_extra_fields", {}).get("activation_offload_plan")
-    return {
-        "parallel.recompute": parallel.recompute_plan.apply_modules if parallel.recompute else None,
-        "model.activation_offload_plan": offload.get("apply_modules") if isinstance(offload, Mapping) else None,
-    }
-
-
 def _check_memory(inner: checks.Inner) -> list[str]:
     """Returns the keys that are on. A key that is off ends the run only with MINDSPEED_CHUNK_STRICT=1."""
     try:
@@ -100,13 +80,3 @@ def _check_memory(inner: checks.Inner) -> list[str]:
             raise
         log_once(logging.WARNING, f"mindspeed_chunk: {error}")
     return [switch for switch, patterns in inner.items() if patterns is not None]
-
-
-def _units(parallel: Any) -> dict[str, Sequence[str]]:
-    """Names of FSDP2 units, by the list of the yaml that has them."""
-    units = {"parallel.fsdp_plan.apply_modules": getattr(parallel.fsdp_plan, "apply_modules", None) or []}
-    if parallel.expert_parallel_size > 1:
-        plan = parallel.ep_plan
-        key = "apply_efsdp_modules" if plan.apply_efsdp_modules else "apply_modules"
-        units[f"parallel.ep_plan.{key}"] = getattr(plan, key)
-    return units

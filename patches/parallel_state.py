@@ -80,7 +80,7 @@ def _compare() -> None:
 
 def _asked(arguments: Any) -> bool:
     """Whether a feature of ours will run, and not the host's own of the same name."""
-    chunk_mbs = settings.features(arguments).get("enable_chunk_mbs") is True
+    chunk_mbs = settings.value_at(arguments, mbs_checks.ENABLE) is True
     return (
         arguments.parallel.ep_plan.dispatcher == moe_checks.NAME
         and not settings.host_dispatcher_chosen()
@@ -96,7 +96,7 @@ def _resolved(arguments: Any) -> dict[str, Any]:
     """
     from mindspeed_chunk.consistency import flatten
 
-    features = settings.features(arguments)
+    features = settings.plan_mapping(settings.value_at(arguments, "features"))
     features = {key: value for key, value in features.items() if any(part in key for part in _FEATURES)}
     offload = getattr(arguments.model, "_extra_fields", {}).get("activation_offload_plan")  # where 26.0 has it
     values = {

@@ -62,23 +62,23 @@ def host_chunk_mbs_chosen() -> bool:
 
 def plan_mapping(plan: Any) -> Mapping[str, Any]:
     """A section as a mapping, extra keys included: pydantic on 26.1 and later, a dataclass before."""
-    return plan.model_dump() if hasattr(plan, "model_dump") else dict(vars(plan))
+    if isinstance(plan, Mapping):
+        return plan
+    return plan.model_dump() if hasattr(plan, "model_dump") else _fields(plan)
 
 
-def features(arguments: object) -> Mapping[str, Any]:
-    """The `features` section; on 26.0, which does not have it, as the yaml has it."""
-    section: Any = getattr(arguments, "features", None)
-    if hasattr(section, "model_dump"):
-        return section.model_dump()
-    section = getattr(arguments, "_extra_fields", {}).get("features")
-    return section if isinstance(section, Mapping) else {}
+def value_at(arguments: object, path: str, default: Any = None) -> Any:
+    """The value at a path of the yaml; `default` if there is none, or null."""
+    section, *keys = path.split(".")
+    found = _fields(arguments).get(section)
+    for key in keys:
+        found = plan_mapping(found).get(key)
+    return default if found is None else found
 
 
-def value_at(features: object, path: str) -> object:
-    """The value at `features.<...>` in the features section; None if there is none."""
-    for key in path.split(".")[1:]:
-        features = features.get(key) if isinstance(features, Mapping) else None
-    return features
+def _fields(section: object) -> dict[str, Any]:
+    fields = getattr(section, "__dict__", {})
+    return {**fields, **fields.get("_extra_fields", {})}  # those that 26.0 does not know, `features` among them
 
 
 def plain_name(plan_class: type) -> str:

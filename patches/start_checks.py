@@ -66,7 +66,8 @@ def _check_chunk_moe(arguments: Any) -> None:
     config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), checks.PLAN)
     _check_seams()
     _check_back_end(config.chunk_moe_backend)
-    _check_neighbours(arguments)
+    for check_neighbour in checks.NEIGHBOURS:
+        check_neighbour(functools.partial(settings.value_at, arguments))
     checks.check_names(plan.apply_modules)
     size = parallel.expert_parallel_size
     try:
@@ -98,20 +99,6 @@ def _check_back_end(name: str) -> None:
         ops.resolve(name, torch.device(device_type))
     except ValueError as error:
         raise ConfigError(f"{checks.PLAN}.{error}") from None
-
-
-def _check_neighbours(arguments: Any) -> None:
-    """Checks the features that do not work with Chunk MoE."""
-    features, training = getattr(arguments, "features", None), arguments.training  # 26.0 has no features
-    checks.check_ep_balance(getattr(features, "enable_ep_balance", False))
-    named = settings.features(arguments)
-    if named.get("recompute"):
-        scopes = settings.value_at(named, checks.OP_REPLAY)
-        checks.check_op_replay(scopes, arguments.parallel.ep_plan.apply_modules)
-    checks.check_quantisation(getattr(getattr(training, "quantization_plan", None), "recipe_name", None))
-    lora: Any = getattr(training, "lora", None)
-    if getattr(lora, "enable", False):
-        checks.check_lora(lora.target_modules)
 
 
 PATCH = Patch(

@@ -1,6 +1,9 @@
 """What a misspelt key may have meant is decided in one place, and said by the settings, lint and the trainer alike."""
 
+import functools
+
 import pytest
+import yaml
 
 from lint_cases import CLEAN, EXAMPLE, spoilt
 from mindspeed_chunk import keys, lint
@@ -53,9 +56,53 @@ def test_lint_and_the_trainer_say_the_same_of_a_key_of_the_host(path, value, mea
     assert told in [each.message for each in lint.check(Document(text, "x.yaml"))]
 
 
+@pytest.mark.parametrize("value", ["two", "-2", "1.5", "true"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "parallel.ep_plan.moe_num_chunks",
+        "parallel.ep_plan.apply_modules",
+        "parallel.expert_parallel_size",
+        "parallel.fully_shard_parallel_size",
+        "features.chunkmbs_plan.chunk_mbs",
+        "features.chunkmbs_plan.chunk_arg_indexs",
+        "training.micro_batch_size",
+        "training",
+    ],
+)
+def test_lint_the_trainer_and_the_settings_say_the_same_of_a_wrong_value(path, value):
+    with pytest.raises(ConfigError) as trained:
+        load_config(EXAMPLE / "tiny.yaml", [f"{path}={value}"], 2)
+    assert str(trained.value) in said_by_lint(path, value)
+    section, _, key = path.rpartition(".")
+    made = {"parallel.ep_plan": ChunkMoEConfig, "features.chunkmbs_plan": ChunkMBSConfig}.get(section)
+    if made and (section, key) != ("parallel.ep_plan", "apply_modules"):
+        with pytest.raises(ConfigError) as settings:
+            made.from_mapping({key: yaml.safe_load(value)})
+        assert str(settings.value) == str(trained.value)
+
+
+@pytest.mark.parametrize("path", ["features.recompute", "features.enable_chunk_mbs"])
+def test_a_switch_is_told_alike_by_all(path):
+    with pytest.raises(ConfigError, match=f"^{path}: 'maybe': must be a boolean; write true or false, ") as trained:
+        load_config(EXAMPLE / "tiny.yaml", [f"{path}=maybe"], 2)
+    assert said_by_lint(path, "maybe") == [str(trained.value)]
+
+
+def said_by_lint(path, value):
+    """Messages, without file and line, about the clean yaml with another value."""
+    data = yaml.safe_load(CLEAN)
+    *parents, key = path.split(".")
+    functools.reduce(dict.__getitem__, parents, data)[key] = yaml.safe_load(value)
+    try:
+        return [each.message for each in lint.check(Document(yaml.safe_dump(data), "x.yaml"))]
+    except lint.Unreadable as error:
+        return [str(error).partition(": ")[2]]
+
+
 def test_no_key_of_the_table_is_meant_for_another():
-    for section in (*keys.SPELT, *keys.OPEN):
-        assert all(keys.nearest(key, section) == [] for key in keys.keys_of(section))
+    for section in keys.PATHS:
+        assert all(keys.nearest(key, section) == [] for key in keys.at(section))
 
 
 def test_a_key_that_is_near_to_none_and_a_long_one_have_no_nearest():

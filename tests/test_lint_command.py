@@ -230,4 +230,4 @@ def test_every_key_of_a_typed_section_is_known(section):
     classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     (body,) = [node.body for node in classes if node.name == name] or [[]]
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
-    assert fields <= keys.keys_of(section).keys()
+    assert fields <= keys.at(section).keys()

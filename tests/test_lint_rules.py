@@ -299,16 +299,20 @@ def test_op_replay_of_attention_and_of_a_vision_tower_is_no_mistake():
     assert not find(text)
 
 
+def replayed(scopes):
+    return {"features.recompute": True, REPLAY: scopes, f"{MOE}.apply_modules": ["layers.{*}"]}
+
+
 @pytest.mark.parametrize("scopes", [5, "attention", ["attention"], [{"apply_modules": "x"}], [{"apply_modules": [5]}]])
 def test_scopes_of_op_replay_that_are_none_are_one_line(scopes):
     with pytest.raises(ConfigError, match=f"^{REPLAY}: .*: must be a scope with apply_modules; ") as error:
-        check_op_replay(scopes, ["layers.{*}"])
+        check_op_replay(replayed(scopes).get)
     assert "\n" not in str(error.value)
 
 
 def test_no_scopes_of_op_replay_and_scopes_without_modules_are_fine():
     for scopes in (None, [], [{}], [{"name": "x", "apply_modules": []}]):
-        check_op_replay(scopes, ["layers.{*}"])
+        check_op_replay(replayed(scopes).get)
 
 
 def test_every_rule_has_a_seed():

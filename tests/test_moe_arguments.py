@@ -9,7 +9,8 @@ import torch
 
 from layer import Case, Layer, ScaledGate, distance, run
 from mindspeed_chunk.config import ChunkMoEConfig
-from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, order_routing
+from mindspeed_chunk.moe.arguments import order_routing
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.ops import npu_ops
 
 
@@ -31,7 +32,10 @@ from mindspeed_chunk.ops import npu_ops
         (lambda a: {"activation": lambda fc1: fc1.mul_(2)[:, :7]}, "failed on one row of zeros: RuntimeError"),
         (lambda a: {"activation": lambda fc1: 1 / 0}, "failed on one row of zeros: ZeroDivisionError"),
         (lambda a: {"fc1_weight": a.fc1_EHF[:, :, :-1]}, r"must be \(8, 10, 14\)"),
-        (lambda a: {"activation": ScaledGate(torch.float64), "swiglu_limit": 1.0}, "no effect with your own activation"),
+        (
+            lambda a: {"activation": ScaledGate(torch.float64), "swiglu_limit": 1.0},
+            "no effect with your own activation",
+        ),
         (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, 8)}, r"outside \[0, 8\)"),
         (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, -1)}, r"outside \[0, 8\)"),
         (lambda a: {"selected_experts": a.index.masked_fill(a.index == 3, 2**40)}, r"outside \[0, 8\)"),

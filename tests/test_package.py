@@ -29,7 +29,7 @@ FLOORS = (
 # What patches use of the packages below them: algorithms stand behind these doors.
 DOORS = (
     "config consistency copies device dist model_config ops patches "
-    "moe.checks moe.dispatcher moe.replay moe.shared_expert mbs.block mbs.checks"
+    "moe.arguments moe.checks moe.dispatcher moe.replay moe.shared_expert mbs.block mbs.checks"
 ).split()
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(pypi|pythonhosted|download\.pytorch|debian|ubuntu)\.(org|com)")

@@ -165,4 +165,4 @@ def _keys() -> Iterator[str]:
     for section, cls in (("parallel.ep_plan", ChunkMoEConfig), ("features.chunkmbs_plan", ChunkMBSConfig)):
         yield from (f"{section}.{field.name} = {field.default!r}" for field in dataclasses.fields(cls))
     yield "# of the embedded trainer"
-    yield from (f"{path} = {default.strip('`')}" for path, _, default in setting_tables.trainer_keys())
+    yield from (f"{path} = {default.strip('`')}" for path, _, default, _ in setting_tables.trainer_keys())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mindspeed_chunk import keys
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject
+from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems
 
 SPLITS = tuple(f"parallel.{name}" for name in ("tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size"))
 SHARDS = "parallel.fully_shard_parallel_size"
@@ -46,9 +47,7 @@ def global_batch(subject: Subject) -> tuple[int, str] | None:
 
 def positive(subject: Subject) -> Iterator[Problem]:
     for path in (*SPLITS, SHARDS, MICRO, STEPS, "training.val_micro_batch_size"):
-        value = subject.get(path, 1)
-        if isinstance(value, int) and value < 1:
-            yield Problem(ConfigError.about(path, value, "must be an integer >= 1", "correct or remove it"))
+        yield from problems(keys.check, path, subject.get(path, 1))
 
 
 def world(subject: Subject) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.lint.edits import Append, Set
@@ -12,11 +12,6 @@ from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
 
 _SIZE = f"{PLAN}.chunk_mbs"
-# Each with its place in MindSpeed-MM 26.0.
-_SWITCHES = (
-    ("features.recompute", "parallel.recompute"),
-    ("features.enable_activation_offload", "model.activation_offload_plan"),
-)
 _MICRO, _VALIDATION = "training.micro_batch_size", "training.val_micro_batch_size"
 
 
@@ -39,21 +34,8 @@ def settings(subject: Subject) -> Iterator[Problem]:
 
 def inner(subject: Subject) -> checks.Inner:
     """Modules that are recomputed and offloaded, by the key that turns it on; None if it is off."""
-    found: dict[str, Sequence[str] | None] = {}
-    for key, old in _SWITCHES:
-        switch = old if subject.get(old) and not subject.get(key, False) else key
-        found[switch] = subject.get(checks.names_key(switch), []) if subject.get(switch) else None
-    return found
-
-
-def units(subject: Subject) -> Mapping[str, list[str]]:
-    """Names of FSDP2 units, by the list of the yaml that has them."""
-    found = {"parallel.fsdp_plan.apply_modules": subject.get("parallel.fsdp_plan.apply_modules", [])}
-    if subject.get("parallel.expert_parallel_size", 1) > 1:
-        efsdp, experts = (f"parallel.ep_plan.{key}" for key in ("apply_efsdp_modules", "apply_modules"))
-        path = efsdp if subject.get(efsdp) else experts
-        found[path] = subject.get(path, [])
-    return found
+    get = subject.get
+    return checks.inner(get, [old if get(old) and not get(new) else new for new, old in checks.SWITCHES.items()])
 
 
 def covered(subject: Subject) -> Iterator[Problem]:
@@ -86,12 +68,12 @@ def hooks(subject: Subject) -> Iterator[Problem]:
     blocks, present = _read(subject)[0].apply_modules, subject.get(HOOKS, [])
     missing = [block for block in blocks if block not in present]
     edits = (Append(HOOKS, block) for block in missing if present)
-    yield from problems(checks.check_hooks, units(subject), present, blocks, edits=edits)
+    yield from problems(checks.check_hooks, checks.units(subject.get), present, blocks, edits=edits)
 
 
 def loss(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        yield from problems(checks.check_loss, subject.get(checks.LOSS, False), edits=[Set(checks.LOSS, False)])
+        yield from problems(checks.check_loss, subject.get, edits=[Set(checks.LOSS, False)])
 
 
 def packed(subject: Subject) -> Iterator[Problem]:
@@ -101,7 +83,7 @@ def packed(subject: Subject) -> Iterator[Problem]:
 
 def neighbours(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
-        yield from problems(checks.check_chunk_layer, subject.get(checks.CHUNK_LAYER))
+        yield from problems(checks.check_chunk_layer, subject.get)
 
 
 def size(subject: Subject) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_chunk import model_config
+from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.lint.edits import Remove
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
@@ -61,8 +61,8 @@ def effect(subject: Subject) -> Iterator[Problem]:
 
 def size(subject: Subject) -> Iterator[Problem]:
     value = subject.get(SIZE, 1)
+    yield from problems(keys.check, SIZE, value)
     if value < 1:
-        yield Problem(ConfigError.about(SIZE, value, "must be an integer >= 1", "write 1 for no expert parallelism"))
         return
     if subject.world is not None:
         yield from problems(checks.check_ranks, value, subject.world)
@@ -81,15 +81,8 @@ def node(subject: Subject) -> Iterator[Problem]:
 
 
 def neighbours(subject: Subject) -> Iterator[Problem]:
-    if not asked(subject):
-        return
-    yield from problems(checks.check_ep_balance, subject.get("features.enable_ep_balance", False))
-    if subject.get("features.recompute", False):
-        experts = subject.get(f"{PLAN}.apply_modules", [])
-        yield from problems(checks.check_op_replay, subject.get(checks.OP_REPLAY, []), experts)
-    yield from problems(checks.check_quantisation, subject.get("training.quantization_plan.recipe_name"))
-    if subject.get("training.lora.enable", False):
-        yield from problems(checks.check_lora, subject.get("training.lora.target_modules", []))
+    for check in checks.NEIGHBOURS if asked(subject) else ():
+        yield from problems(check, subject.get)
 
 
 def two_chunks(subject: Subject) -> Iterator[Problem]:

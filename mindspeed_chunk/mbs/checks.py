@@ -8,10 +8,11 @@ such as the sizes of arguments, is checked in the first call. `block.check_order
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.names import covered, prefixes, read_patterns
+from mindspeed_chunk.values import Get
 
 ENABLE = "features.enable_chunk_mbs"
 PLAN = "features.chunkmbs_plan"
@@ -30,6 +31,11 @@ VISUAL_ROWS = re.compile(r"^deepstack_", re.IGNORECASE)
 # Modules that are recomputed or offloaded, by the key that turns it on; None if it is off.
 Inner = Mapping[str, Sequence[str] | None]
 
+# What may be on around the blocks. Each with its key in MindSpeed-MM 26.0.
+SWITCHES = {
+    "features.recompute": "parallel.recompute",
+    "features.enable_activation_offload": "model.activation_offload_plan",
+}
 _PLANS = {
     "features.recompute": "features.recompute_plan",
     "features.enable_activation_offload": "features.activation_offload_plan",
@@ -42,6 +48,20 @@ def names_key(switch: str) -> str:
     return f"{_PLANS.get(switch, switch)}.apply_modules"
 
 
+def inner(get: Get, switches: Iterable[str]) -> Inner:
+    """The modules of each of the switches."""
+    return {switch: (get(names_key(switch)) or []) if get(switch) else None for switch in switches}
+
+
+def units(get: Get) -> dict[str, Sequence[str]]:
+    """Names of FSDP2 units, by the list of the yaml that has them."""
+    paths = ["parallel.fsdp_plan.apply_modules"]
+    if (get("parallel.expert_parallel_size") or 1) > 1:
+        efsdp, experts = (f"parallel.ep_plan.{key}" for key in ("apply_efsdp_modules", "apply_modules"))
+        paths.append(efsdp if get(efsdp) else experts)
+    return {path: get(path) or [] for path in paths}
+
+
 def read_config(plan: object) -> ChunkMBSConfig:
     """The settings of a run with ChunkMBS."""
     if isinstance(plan, Mapping) and not plan.get("apply_modules"):
@@ -50,10 +70,10 @@ def read_config(plan: object) -> ChunkMBSConfig:
     return ChunkMBSConfig.from_mapping(plan, PLAN)
 
 
-def check_chunk_layer(enabled: object) -> None:
-    if enabled:
+def check_chunk_layer(get: Get) -> None:
+    if get(CHUNK_LAYER):
         rule = "cuts a layer along the sequence, which has not been tested with this plugin's ChunkMBS"
-        raise ConfigError.about(CHUNK_LAYER, enabled, rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
+        raise ConfigError.about(CHUNK_LAYER, get(CHUNK_LAYER), rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
 
 
 def check_named(names: Sequence[str]) -> None:
@@ -65,8 +85,8 @@ def check_named(names: Sequence[str]) -> None:
         raise ConfigError.about(f"{PLAN}.chunk_kwarg_names", wrong, rule, way_out)
 
 
-def check_loss(router_aux_loss_offload: object) -> None:
-    if router_aux_loss_offload:
+def check_loss(get: Get) -> None:
+    if get(LOSS):
         raise ConfigError.about(
             LOSS,
             True,

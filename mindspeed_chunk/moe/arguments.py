@@ -16,6 +16,21 @@ WEIGHT_LAYOUTS = ("LHF", "LFH")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids and router weights, in any order: identified by dtype, never by position.
+
+    Raises:
+        TypeError: unless exactly one of the two has integers.
+    """
+    integer = [not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in (first, second)]
+    if integer[0] == integer[1]:
+        raise TypeError(
+            f"experts were called with {first.dtype} and {second.dtype}: one must hold expert ids (integers) and the "
+            "other router weights (floating point)"
+        )
+    return (first, second) if integer[0] else (second, first)
+
+
 @dataclass(frozen=True)
 class Arguments:
     """T tokens here, H hidden, K experts per token, L local experts, F output columns of fc1, I input columns of fc2.

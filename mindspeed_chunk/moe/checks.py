@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.names import read_patterns, shares
+from mindspeed_chunk.values import Get
 
 NAME = "chunkmoe"
 PLAN = "parallel.ep_plan"
@@ -58,20 +59,16 @@ def check_effect(keys: Iterable[str], dispatcher: str) -> None:
         raise ConfigError(message, keys[0])
 
 
-def check_ep_balance(enabled: object) -> None:
-    if enabled:
+def check_ep_balance(get: Get) -> None:
+    if get("features.enable_ep_balance"):
         rule = "moves experts between ranks, which chunkmoe does not support"
         raise ConfigError.about("features.enable_ep_balance", True, rule, "use alltoall")
 
 
-def check_op_replay(scopes: object, experts: Sequence[str]) -> None:
-    """A recompute repeats a chunked layer with the plan of its forward, so it does not repeat all operations.
-
-    Args:
-        scopes: those of a recompute that is on.
-        experts: the names of the chunked layers.
-    """
-    if not scopes:
+def check_op_replay(get: Get) -> None:
+    """A recompute repeats a chunked layer with the plan of its forward, so it does not repeat all operations."""
+    scopes, experts = get(OP_REPLAY), get(f"{PLAN}.apply_modules") or []
+    if not scopes or not get("features.recompute"):
         return
     layers = read_patterns(experts, f"{PLAN}.apply_modules")
     for scope in scopes if isinstance(scopes, list) else [scopes]:
@@ -85,15 +82,20 @@ def check_op_replay(scopes: object, experts: Sequence[str]) -> None:
             raise ConfigError.about(OP_REPLAY, wrong, rule, "name modules without them, or use alltoall")
 
 
-def check_quantisation(recipe: object) -> None:
-    if recipe:
+def check_quantisation(get: Get) -> None:
+    path = "training.quantization_plan.recipe_name"
+    if get(path):
         rule = "chunkmoe would run plain grouped matmuls instead of quantised ones"
-        raise ConfigError.about("training.quantization_plan.recipe_name", recipe, rule, "use alltoall")
+        raise ConfigError.about(path, get(path), rule, "use alltoall")
 
 
-def check_lora(targets: Iterable[str]) -> None:
-    """`targets`: those of LoRA, if it is on."""
-    experts = [name for name in targets if _ROUTED_EXPERTS.search(name)]
-    if experts:
+def check_lora(get: Get) -> None:
+    path = "training.lora.target_modules"
+    experts = [name for name in get(path) or [] if _ROUTED_EXPERTS.search(name)]
+    if experts and get("training.lora.enable"):
         rule = "a dispatcher gets the plain weights of experts, so adapters on them would have no effect"
-        raise ConfigError.about("training.lora.target_modules", experts, rule, "remove the experts from it")
+        raise ConfigError.about(path, experts, rule, "remove the experts from it")
+
+
+# Features that Chunk MoE does not work with.
+NEIGHBOURS = (check_ep_balance, check_op_replay, check_quantisation, check_lora)

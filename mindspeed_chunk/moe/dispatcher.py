@@ -47,21 +47,6 @@ from mindspeed_chunk.observe import emit
 __all__ = ["ChunkMoEDispatcher"]
 
 
-def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids and router weights, in any order: identified by dtype, never by position.
-
-    Raises:
-        TypeError: unless exactly one of the two has integers.
-    """
-    integer = [not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in (first, second)]
-    if integer[0] == integer[1]:
-        raise TypeError(
-            f"experts were called with {first.dtype} and {second.dtype}: one must hold expert ids (integers) and the "
-            "other router weights (floating point)"
-        )
-    return (first, second) if integer[0] else (second, first)
-
-
 class Dispatcher(ABC):
     """Callable as MindSpeed-MM's `ep_forward`; a subclass computes the output in `_call`.
 

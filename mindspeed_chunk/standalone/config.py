@@ -1,89 +1,44 @@
 """The trainer's configuration: MindSpeed-MM's yaml, read into frozen dataclasses.
 
-A field is a key of the yaml, with the conversion that checks it and its default. Every other key is named in one
-warning, so that nothing is dropped silently. An error is a ConfigError of one line.
+`mindspeed_chunk.keys` has the keys with rules, defaults and meanings. A warning names every other key of the yaml, so
+that none is ignored silently. An error is a ConfigError of one line.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
-from mindspeed_chunk import yaml_text
+from mindspeed_chunk import keys, yaml_text
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.mbs import checks as mbs_checks
 from mindspeed_chunk.moe import checks as moe_checks
-from mindspeed_chunk.standalone.section import (
-    Section,
-    choice,
-    dtype,
-    flag,
-    integer,
-    key,
-    names,
-    number,
-    override,
-    text,
-    warnings_of,
-)
+from mindspeed_chunk.values import MAPPING
+from mindspeed_chunk.wording import one_line, shortened
 
-
-@dataclass(frozen=True, kw_only=True)
-class FsdpPlan:
-    """`parallel.fsdp_plan`; dtypes by torch's names."""
-
-    apply_modules: tuple[str, ...] = key(names, ())
-    param_dtype: str = key(dtype, "float32")
-    reduce_dtype: str = key(dtype, "float32")
-    reshard_after_forward: bool = key(flag, True)
-    num_to_forward_prefetch: int = key(integer(0), 0)
-    num_to_backward_prefetch: int = key(integer(0), 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpPlan:
-    """`parallel.ep_plan`, without the keys of Chunk MoE."""
-
-    apply_modules: tuple[str, ...] = key(names, ())
-    dispatcher: str = key(choice("alltoall", "chunkmoe"), "alltoall")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """`training`."""
-
-    optimizer: str = key(choice("adamw"), "adamw")
-    micro_batch_size: int = key(integer(1), 1)
-    gradient_accumulation_steps: int = key(integer(1), 1)
-    seed: int = key(integer(0), 42)
-    lr: float = key(number(0.0), 5e-5)
-    weight_decay: float = key(number(0.0), 0.0)
-    adam_beta1: float = key(number(0.0, below=1.0), 0.9)
-    adam_beta2: float = key(number(0.0, below=1.0), 0.999)
-    adam_eps: float = key(number(0.0), 1e-8)
-    clip_grad: float = key(number(0.0), 1.0)
-    train_iters: int = key(integer(1), 10000)
-    log_interval: int = key(integer(1), 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """`model`."""
-
-    model_id: str = key(choice("qwen3_5_moe"), "qwen3_5_moe")
-    model_name_or_path: str = key(text)
-    attn_implementation: str = key(choice("sdpa", "eager"), "sdpa")
+_SHARDS = "parallel.fully_shard_parallel_size"
+_RECOMPUTE, _OFFLOAD = "features.recompute", "features.enable_activation_offload"
+# Keys that may differ between ranks.
+_LOCAL = (_SHARDS, "model.model_name_or_path", "training.log_interval", "standalone.metrics_path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything the trainer acts on."""
+    """Everything that the trainer uses.
 
-    fsdp: FsdpPlan
-    ep: EpPlan
+    values: the values of the keys for the trainer in `mindspeed_chunk.keys`, by path.
+    fsdp, ep, model, training: the values of one section, by name; dtypes are torch's names.
+    recompute_modules, offload_modules: empty if the feature is off. chunk_mbs: None if it is off.
+    """
+
+    values: dict[str, Any]
+    fsdp: SimpleNamespace
+    ep: SimpleNamespace
     ep_size: int
     chunk_moe: ChunkMoEConfig
-    model: Model
-    training: Training
+    model: SimpleNamespace
+    training: SimpleNamespace
     sequence_length: int
     recompute_modules: tuple[str, ...]
     offload_modules: tuple[str, ...]
@@ -92,109 +47,149 @@ class Config:
     metrics_path: Path | None
 
     def global_batch_size(self, world_size):
-        """Samples an optimizer step, all ranks and micro batches together."""
+        """Samples per optimizer step, over all ranks and micro batches."""
         return self.training.micro_batch_size * self.training.gradient_accumulation_steps * world_size
 
     def shared(self):
         """What must be the same on every rank, by the keys of the yaml: all but paths and what is logged."""
-        from mindspeed_chunk.consistency import flatten  # torch, which an error in a yaml does not wait for
+        from mindspeed_chunk.consistency import flatten  # imports torch, which an error in a yaml does not need
 
-        shared = {
-            **flatten(self.fsdp, "parallel.fsdp_plan"),
-            **flatten(self.ep, moe_checks.PLAN),
+        return {
+            **{path: value for path, value in self.values.items() if path not in _LOCAL},
             **flatten(self.chunk_moe, moe_checks.PLAN),
-            moe_checks.SIZE: self.ep_size,
-            "model.attn_implementation": self.model.attn_implementation,
-            **flatten(self.training, "training"),
-            "data.dataset_param.basic_parameters.cutoff_len": self.sequence_length,
-            "features.recompute": bool(self.recompute_modules),
-            "features.recompute_plan.apply_modules": self.recompute_modules,
-            "features.enable_activation_offload": bool(self.offload_modules),
-            "features.activation_offload_plan.apply_modules": self.offload_modules,
-            mbs_checks.ENABLE: self.chunk_mbs is not None,
             **flatten(self.chunk_mbs or ChunkMBSConfig(), mbs_checks.PLAN),
-            "features.loss_cfg.router_aux_loss_coef": self.router_aux_loss_coef,
         }
-        del shared["training.log_interval"]
-        return shared
 
 
 def load_config(path, overrides, world_size):
-    """Read the yaml at `path`, apply the `key.path=value` overrides, check all that needs no model.
+    """Read the yaml at `path`, apply the `key.path=value` overrides, and check everything that needs no model.
 
     Returns (Config, list of warnings). Raises ConfigError.
     """
     content = yaml_text.sections(yaml_text.read(Path(path)), str(path)).data
     for argument in overrides:
-        override(content, argument)
-    root = Section(content, "")
+        _override(content, argument)
+    values: dict[str, Any] = {}
+    without_effect = list(_read(content, values))
+    if values[_SHARDS] not in ("auto", world_size):
+        raise ConfigError.about(_SHARDS, values[_SHARDS], f"must be one of auto, {world_size}", "write auto")
+    moe_checks.check_ranks(values[moe_checks.SIZE], world_size)
+    for switch in (_RECOMPUTE, _OFFLOAD):
+        if not values[switch]:
+            values[mbs_checks.names_key(switch)] = ()
     warnings: list[str] = []
-    parallel, features = root.section("parallel"), root.section("features")
-    data = root.section("data").section("dataset_param").section("basic_parameters")
-    recompute_modules = features.section("recompute_plan").read("apply_modules", names, ())
-    offload_modules = features.section("activation_offload_plan").read("apply_modules", names, ())
-    metrics_path = root.section("standalone").read("metrics_path", text, None)
-    parallel.read("fully_shard_parallel_size", choice("auto", world_size), "auto")
-    ep_size = parallel.read("expert_parallel_size", integer(1), 1)
-    moe_checks.check_ranks(ep_size, world_size)
-    ep, chunk_moe = _read_ep_plan(parallel.section("ep_plan"), ep_size, warnings)
+    metrics_path = values["standalone.metrics_path"]
     config = Config(
-        fsdp=parallel.section("fsdp_plan").read_all(FsdpPlan),
-        ep=ep,
-        ep_size=ep_size,
-        chunk_moe=chunk_moe,
-        model=root.section("model").read_all(Model),
-        training=root.section("training").read_all(Training),
-        sequence_length=data.read("cutoff_len", integer(2)),
-        recompute_modules=recompute_modules if features.read("recompute", flag, False) else (),
-        offload_modules=offload_modules if features.read("enable_activation_offload", flag, False) else (),
-        chunk_mbs=_read_chunkmbs_plan(features),
-        router_aux_loss_coef=features.section("loss_cfg").read("router_aux_loss_coef", number(0.0), 0.0),
+        values=values,
+        fsdp=_section(values, "parallel.fsdp_plan"),
+        ep=_section(values, moe_checks.PLAN),
+        ep_size=values[moe_checks.SIZE],
+        chunk_moe=_read_chunk_moe(_mapping(content, "parallel", "ep_plan"), values, warnings),
+        model=_section(values, "model"),
+        training=_section(values, "training"),
+        sequence_length=values["data.dataset_param.basic_parameters.cutoff_len"],
+        recompute_modules=values[mbs_checks.names_key(_RECOMPUTE)],
+        offload_modules=values[mbs_checks.names_key(_OFFLOAD)],
+        chunk_mbs=_read_chunk_mbs(_mapping(content, "features", "chunkmbs_plan"), values),
+        router_aux_loss_coef=values["features.loss_cfg.router_aux_loss_coef"],
         metrics_path=Path(metrics_path) if metrics_path else None,
     )
-    warnings += _chunkmbs_warnings(config)
-    return config, [*warnings, *warnings_of(root.unused())]
+    warnings += _chunk_mbs_warnings(config)
+    return config, [*warnings, *_warnings_of(without_effect)]
 
 
-def _read_chunkmbs_plan(features):
-    """The ChunkMBSConfig, or None where the feature is off. Its keys are checked in either case."""
-    section = features.section("chunkmbs_plan")
-    section.mark_used(section.mapping)
-    ChunkMBSConfig.from_mapping(section.mapping, section.path)
-    if not features.read("enable_chunk_mbs", flag, False):
-        return None
-    return mbs_checks.read_config(section.mapping)
+def _read(content, values, known=keys.SECTIONS, section=""):
+    """Put the values that the trainer reads into `values`, by path. Yields section, path and value of other keys."""
+    content = {} if content is None else MAPPING.take(section, content)
+    for name, value in content.items():
+        if not _used(known.get(name)):
+            yield section, keys.joined(section, name), value
+    for name, key in known.items():
+        path, value = keys.joined(section, name), content.get(name)
+        if isinstance(key, dict):
+            yield from _read(value, values, key, path) if _used(key) else ()
+        elif key.trainer and value is None:
+            if key.default is keys.REQUIRED:
+                raise ConfigError.about(path, None, "the trainer needs it", "add it to the yaml")
+            values[path] = key.default
+        elif key.trainer:
+            values[path] = key.trainer.take(path, value)
 
 
-def _chunkmbs_warnings(config):
+def _used(key):
+    """Whether the trainer reads the key, or a key of the section."""
+    if isinstance(key, dict):
+        return any(map(_used, key.values()))
+    return key is not None and (key.trainer is not None or key.setting)
+
+
+def _section(values, section):
+    paths = {name: f"{section}.{name}" for name in keys.at(section)}
+    return SimpleNamespace(**{name: values[path] for name, path in paths.items() if path in values})
+
+
+def _mapping(content, section, plan):
+    return (content.get(section) or {}).get(plan) or {}
+
+
+def _read_chunk_moe(plan, values, warnings):
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        chunk_moe = ChunkMoEConfig.from_mapping(plan)
+    warnings += [str(warning.message) for warning in caught]
+    dispatcher = values[moe_checks.DISPATCHER]
+    if chunk_moe != ChunkMoEConfig():
+        chunk_keys = [name for name in plan if str(name).startswith(KEY_PREFIXES)]
+        warnings += _warning_of(moe_checks.check_effect, chunk_keys, dispatcher)
+    if values[moe_checks.SIZE] > 1 or dispatcher == moe_checks.NAME:
+        moe_checks.check_names(values[f"{moe_checks.PLAN}.apply_modules"])
+    return chunk_moe
+
+
+def _read_chunk_mbs(plan, values):
+    """The ChunkMBSConfig, or None if the feature is off. Its keys are checked in both cases."""
+    ChunkMBSConfig.from_mapping(plan)
+    return mbs_checks.read_config(plan) if values[mbs_checks.ENABLE] else None
+
+
+def _chunk_mbs_warnings(config):
     if config.chunk_mbs is None:
         return
-    inner = {
-        "features.recompute": config.recompute_modules or None,
-        "features.enable_activation_offload": config.offload_modules or None,
-    }
-    yield from _told(mbs_checks.check_size, config.chunk_mbs.chunk_mbs, config.training.micro_batch_size)
-    yield from _told(mbs_checks.check_memory, inner)
+    inner = {_RECOMPUTE: config.recompute_modules or None, _OFFLOAD: config.offload_modules or None}
+    yield from _warning_of(mbs_checks.check_size, config.chunk_mbs.chunk_mbs, config.training.micro_batch_size)
+    yield from _warning_of(mbs_checks.check_memory, inner)
 
 
-def _told(check, *arguments):
-    """What a check has to say, as a warning."""
+def _warning_of(check, *arguments):
+    """The error of a check as a warning."""
     try:
         check(*arguments)
     except ConfigError as error:
         yield str(error)
 
 
-def _read_ep_plan(section, ep_size, warnings):
-    plan = section.read_all(EpPlan)
-    with catch_warnings(record=True) as caught:
-        simplefilter("always")
-        chunk_moe = ChunkMoEConfig.from_mapping(section.mapping, path=section.path)
-    warnings += [str(warning.message) for warning in caught]
-    chunk_keys = [name for name in section.mapping if str(name).startswith(KEY_PREFIXES)]
-    section.mark_used(chunk_keys)
-    if chunk_moe != ChunkMoEConfig():
-        warnings += _told(moe_checks.check_effect, chunk_keys, plan.dispatcher)
-    if ep_size > 1 or plan.dispatcher == moe_checks.NAME:
-        moe_checks.check_names(plan.apply_modules)
-    return plan, chunk_moe
+def _warnings_of(without_effect):
+    """One warning per key that may be misspelt, and one for all others."""
+    others = []
+    for section, path, value in without_effect:
+        if keys.nearest(path.rpartition(".")[2], section):
+            yield str(keys.unknown(path, value, section))
+        else:
+            others.append(path)
+    if others:
+        yield one_line(f"without effect in this trainer: {', '.join(others)}")
+
+
+def _override(content, argument):
+    """Set one `key.path=value` in the mapping `content`; the value is yaml. Raises ConfigError."""
+    name, equals, value = argument.partition("=")
+    *parents, last = name.split(".")
+    if not (equals and all((*parents, last))):
+        raise ConfigError(f"{shortened(argument)}: must read key.path=value; for example training.train_iters=5")
+    for parent in parents:
+        inner = {} if content.get(parent) is None else content[parent]
+        if not isinstance(inner, dict):
+            raise ConfigError.about(argument, inner, f"`{parent}` is no mapping in the yaml", "correct the path")
+        # a copy: an alias elsewhere in the yaml may name the same mapping
+        content[parent] = content = dict(inner)
+    content[last] = yaml_text.load(value, shortened(argument)).data

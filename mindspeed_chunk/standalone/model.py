@@ -15,8 +15,9 @@ from mindspeed_chunk.mbs.block import check_order
 from mindspeed_chunk.model_config import BadConfig
 from mindspeed_chunk.model_config import read as read_config
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.arguments import order_routing
 from mindspeed_chunk.moe.checks import check_experts
-from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, Dispatcher, order_routing
+from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, Dispatcher
 from mindspeed_chunk.names import read_patterns
 from mindspeed_chunk.observe import emit
 from mindspeed_chunk.wording import shown
