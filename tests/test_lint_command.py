@@ -106,7 +106,7 @@ def test_a_call_without_a_file_is_one_line_and_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mindspeed-chunk"])
     with pytest.raises(SystemExit, match="^2$"):
         command.main()
-    assert capsys.readouterr().err == "error: give CONFIG.yaml; mindspeed-chunk lint --help tells the options\n"
+    assert capsys.readouterr().err == "error: give CONFIG.yaml; mindspeed-chunk lint --help lists the options\n"
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size: 4", "gradient_accumulation_steps: 1", "ulysses_parallel_size: 1"])

@@ -55,7 +55,7 @@ def test_thousands_of_devices_take_less_than_a_second(nodes, devices, batch, mon
         (("--imbalance", "nan"), "--imbalance: nan: must be at least 1"),
         (("--imbalance", "1e400"), "--imbalance: inf: must be at least 1"),
         (("--reserve", "nan"), "--reserve: nan: must be at least 0 and at most 0.99"),
-        (("--device", "x" * 5000), "no file, and no device of the table"),
+        (("--device", "x" * 5000), "neither a file nor a device of the table"),
         (("--device", "x/" * 2500), "cannot be read"),
         (("--model", "x/" * 2500), "no folder with a config.json"),
         (("--html", "x/" * 2500), "cannot be written"),
