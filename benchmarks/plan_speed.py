@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import all_to_all, destroy
 from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.groups import Groups
 from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
 from mindspeed_chunk.tools.bench_cases import build
-from mindspeed_chunk.tools.bench_layer import Layer, add_layer_options, problem_of
+from mindspeed_chunk.tools.bench_layer import Layer
+from mindspeed_chunk.tools.layer_command import add_layer_options, check_layer
 from mindspeed_chunk.tools.link import LinkError, bits_per_second
 from mindspeed_chunk.tools.ranks import is_rank, launch
 
@@ -56,9 +58,12 @@ def parse():
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device-file", metavar="FILE", help="keep the measured device here")
     options = parser.parse_args()
-    problem = problem_of(options)
-    if problem or not options.link:
-        parser.error(problem or "--link: the ratio is that of a limited link")
+    try:
+        check_layer(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    if not options.link:
+        parser.error("--link: the ratio is that of a limited link")
     return options
 
 

@@ -28,14 +28,15 @@ from mindspeed_chunk.planner import (
     state_bytes,
 )
 from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
+from mindspeed_chunk.planner.compare.recipes import RECIPES
+from mindspeed_chunk.planner.compare.ring import ring_problem
 from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import BUILT_IN
-from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.recommend import recommend
-from mindspeed_chunk.planner.sequence import context_problem
+from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.traffic import fsdp_traffic
 from standalone_ranks import EXAMPLE
@@ -138,6 +139,15 @@ def test_a_chunk_too_many_costs_more_than_it_hides():
     assert least.num_chunks == 8 == best_num_chunks(SHAPE, load_device("ascend-910c"), max_bytes=0).num_chunks
 
 
+@pytest.mark.parametrize("keep, out", [("activations", 48), ("input", 64)])
+def test_a_packed_row_has_one_width_in_bytes_and_in_time(keep, out):
+    """9 numbers of 2 bytes: 18 bytes end at 32, two rows' 36 at 48; the tail has 16 more."""
+    shape = LayerShape(tokens=8, hidden=9, intermediate=4, experts=2, top_k=1, ep=2, element_size=2)
+    device = dataclasses.replace(load_device("h100"), intra=Link(rate=1))
+    assert chunk_times(shape, device, keep=keep).backward.communication == 4 * (out + 48)  # half of 8 rows, and back
+    assert exchanges(shape, num_chunks=1, keep=keep).sent == 4 * (18 + out + 48 + 18)
+
+
 def test_more_ahead_hides_no_less_and_holds_more():
     ahead = (0, 1, 3)
     times = [chunk_times(SHAPE, load_device("ascend-910c"), num_chunks=8, lookahead=n).exposed for n in ahead]
@@ -191,10 +201,10 @@ def test_policies():
 
 def test_context_limits():
     model = load_model("35b")
-    assert context_problem(model, "ulysses", 8, 4096) is None
-    assert "heads" in context_problem(model, "ulysses", 3, 4095)
-    assert "DeltaNet" in context_problem(model, "ring", 2, 4096)
-    assert "do not divide a sequence" in context_problem(model, "ulysses", 8, 4097)
+    assert ulysses_problem(model, 8, 4096) is ulysses_problem(model, 1, 4096) is ring_problem(model, 1, 4096) is None
+    assert "heads" in ulysses_problem(model, 3, 4095)
+    assert "DeltaNet" in ring_problem(model, 2, 4096)
+    assert "do not divide a sequence" in ulysses_problem(model, 8, 4097)
 
 
 def test_fp16_needs_loss_scaling_and_bf16_none():

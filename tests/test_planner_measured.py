@@ -7,7 +7,7 @@ import planner_ranks
 from launcher import run_ranks
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
 from mindspeed_chunk.planner import LayerShape, Sharding, exchanges, expert_memory, load_model, state_bytes
-from mindspeed_chunk.planner.precision import RECIPES
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.traffic import fsdp_traffic
 from mindspeed_chunk.tools.measure import GATHER
 from standalone_ranks import EXAMPLE, read

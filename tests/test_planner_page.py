@@ -11,10 +11,10 @@ import pytest
 
 from launcher import HANG_S
 from mindspeed_chunk.config import SCHEDULES
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import load_device
 from mindspeed_chunk.planner.model import load_model
 from mindspeed_chunk.planner.page import page
-from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job
 

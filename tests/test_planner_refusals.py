@@ -182,7 +182,7 @@ def test_words_of_the_user_are_no_markup(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "500")
     assert run(monkeypatch, *FEW, "--model", folder, "--device", device, "--html", page.with_name("[b]page.html")) == 0
     out = capsys.readouterr().out
-    assert f"{folder}: " in out and "2 [bold]d[/c]</script><b> of" in out
+    assert f"{folder} on 1 x 2 [bold]d[/c]</script><b>\n" in out
     text = page.with_name("[b]page.html").read_text()
     assert "m[red]x[b] :smile: $a$ &lt;i&gt;&amp;" in text and "[bold]d[/c]&lt;/script&gt;&lt;b&gt;" in text
     assert "<script" not in text and "<i>&" not in text and "</script" not in text
@@ -195,7 +195,7 @@ def test_a_name_that_is_no_text_is_shown_with_escapes(tmp_path, monkeypatch, cap
     monkeypatch.setenv("COLUMNS", "500")
     assert run(monkeypatch, *FEW, "--model", folder, "--html", tmp_path / "page.html") == 0
     out = capsys.readouterr().out
-    assert "m\\udcff\\n\\x1b[31m: " in out
+    assert "m\\udcff\\n\\x1b[31m on 1 x 2 h100\n" in out
     assert "m\\udcff\\n\\x1b[31m" in (tmp_path / "page.html").read_text()
 
 
@@ -228,4 +228,4 @@ def test_a_terminal_without_the_characters_gets_escapes(tmp_path):
         env={"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0 and not done.stderr
-    assert "\\u6a21\\u578b: " in done.stdout
+    assert "\\u6a21\\u578b on 1 x 2 h100\n" in done.stdout

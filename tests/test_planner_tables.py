@@ -1,17 +1,19 @@
 """The report's renderings: the terminal's tables on 80 columns, the page's, and what they say."""
 
+import html
 import io
 
 import pytest
 from rich.console import Console
 
+from mindspeed_chunk.planner import tables
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import load_device
 from mindspeed_chunk.planner.model import load_model
 from mindspeed_chunk.planner.page import page
-from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job
-from mindspeed_chunk.tools import plan_tables
+from mindspeed_chunk.tools import plan
 
 WIDTH = 80
 
@@ -77,19 +79,25 @@ def test_the_pages_layouts_have_a_role_and_a_setting(reports):
         assert f'data-label="role">{each["role"]}</td>' in layouts
 
 
+def test_the_page_shows_the_terminals_tables(reports):
+    report = reports["gathered"]
+    text = page(report)
+    shown = (tables.settings(report["recommendation"]), tables.layouts(report["layouts"]), *tables.details(report))
+    for table in shown:
+        assert all(f">{html.escape(cell)}</td>" in text for row in table.rows for cell in row), table.title
+    assert len(shown) == 7 == text.count("<table>")
+
+
 @pytest.mark.parametrize("name", ["gathered", "exchanged", "none fits"])
-def test_tables_fit_on_80_columns_with_whole_words(name, reports, monkeypatch):
-    headings, make = [], plan_tables._table
-
-    def table(title, columns, *rest, **more):
-        columns = tuple(columns)
-        headings.extend(columns)
-        return make(title, columns, *rest, **more)
-
-    monkeypatch.setattr(plan_tables, "_table", table)
+def test_tables_fit_on_80_columns_with_whole_words(name, reports):
+    report = reports[name]
+    shown = [tables.settings(report["recommendation"]), tables.layouts(report["layouts"]), *tables.details(report)]
+    shown += tables.chunks(report["chunks"], everything=True)
+    headings = [heading for table in shown for heading in table.columns]
     console = Console(width=WIDTH, file=io.StringIO())
-    plan_tables.print_report(reports[name], console, everything=True)
+    plan.print_report(report, console, everything=True)
     text = console.file.getvalue()
     lines = text.split("for the yaml")[0].splitlines()
     assert max(map(len, lines)) <= WIDTH and "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert all(table.title.split()[0] in text for table in shown)
     assert len(headings) > 40 and not {word for heading in headings for word in heading.split()} - set(text.split())

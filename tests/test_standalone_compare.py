@@ -1,6 +1,7 @@
 """The table of several runs and the counts in it."""
 
 import json
+import re
 
 import pytest
 
@@ -48,9 +49,9 @@ def test_table_and_plot(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     (base,) = (line for line in lines if "base" in line)
     (other,) = (line for line in lines if "other" in line)
-    cells = [cell.strip() for cell in other.strip("│").split("│")]
+    cells = re.split(r"\s{2,}", other.strip())
     assert cells == ["other", "4.0000", "2.0000", "1.0e-04", "102", "8 (4+0+4)", "1 (1+0+0)"]
-    assert base.count(" - ") == 3
+    assert base.split().count("-") == 3
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

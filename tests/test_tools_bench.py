@@ -15,9 +15,10 @@ import real_host
 from json_records import assert_record
 from launcher import HANG_S, run_ranks
 from mindspeed_chunk import dist as wire
+from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.observe import emit, observe
-from mindspeed_chunk.tools import bench_host, bench_layer, bench_report, link
+from mindspeed_chunk.tools import bench_host, bench_layer, bench_report, layer_command, link
 from mindspeed_chunk.tools.bench_cases import build, names_of, parse
 
 SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
@@ -25,7 +26,7 @@ SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts",
 
 def layer_options(*words):
     parser = argparse.ArgumentParser()
-    bench_layer.add_layer_options(parser)
+    layer_command.add_layer_options(parser)
     return parser.parse_args([*SIZES, *words])
 
 
@@ -263,10 +264,10 @@ def test_names_of_cases(monkeypatch, tmp_path):
     assert names_of(None)[:3] == ["rolling:1:whole", "rolling:1", "alltoall"]
     everything = names_of("all")
     assert {"pair:8", "rolling:8:rows", "rolling:1"} <= set(everything) and "pair:1" not in everything
-    with pytest.raises(bench_host.HostError, match="host:alltoall, host:allgather: set MINDSPEED_MM_HOME"):
+    with pytest.raises(ConfigError, match="host:alltoall, host:allgather: set MINDSPEED_MM_HOME"):
         names_of("host:alltoall")
     monkeypatch.setenv(bench_host.HOME, str(tmp_path))
-    with pytest.raises(bench_host.HostError, match="there is no package mindspeed_mm in it"):
+    with pytest.raises(ConfigError, match="there is no package mindspeed_mm in it"):
         names_of("host:alltoall")
 
 
@@ -301,7 +302,8 @@ def test_routings(tmp_path):
     torch.save(recorded, tmp_path / "ids.pt")
     options = layer_options("--routing", str(tmp_path / "ids.pt"))
     assert bench_layer.routing(options, 1, 2).tolist() == [[1, 2], [3, 0]]
-    assert bench_layer.problem_of(options) is None and (options.tokens, options.top_k) == (2, 2)
+    layer_command.check_layer(options)
+    assert (options.tokens, options.top_k) == (2, 2)
     options.experts = 3
     with pytest.raises(ValueError, match="holds ids up to 3, --experts is 3"):
         bench_layer.routing(options, 0, 2)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -98,17 +99,21 @@ def newest_torch() -> str:
     return found
 
 
-def jobs() -> dict[str, dict]:
-    return yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+def runs() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Of each run of each job: the job's name, Python, torch, and its commands."""
+    for name, job in yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"].items():
+        (python,) = (step["with"]["python-version"] for step in job["steps"] if "cache" in step.get("with", {}))
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        for matrix in job.get("strategy", {}).get("matrix", {}).get("include", [{}]):
+            words = [python, matrix.get("torch", newest_torch()), *commands]
+            for key, value in matrix.items():
+                words = [word.replace(f"${{{{ matrix.{key} }}}}", value).strip() for word in words]
+            yield name, words[0], words[1], words[2:]
 
 
 def continuous_integration() -> str:
-    rows = []
-    for name, job in jobs().items():
-        (python,) = (
-            step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})
-        )
-        torch = job.get("strategy", {}).get("matrix", {}).get("torch", [newest_torch()])
-        commands = ", ".join(f"`{step['run']}`" for step in job["steps"] if "run" in step)
-        rows.append((name, python, ", ".join(torch), commands))
+    rows = [
+        (name, python, torch, ", ".join(f"`{command}`" for command in commands))
+        for name, python, torch, commands in runs()
+    ]
     return table(("job", "Python", "torch", "runs"), rows)

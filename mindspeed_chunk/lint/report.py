@@ -6,6 +6,7 @@ import collections
 import difflib
 from collections.abc import Sequence
 
+from mindspeed_chunk import output
 from mindspeed_chunk.lint import RULES, edits
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import NOTE, SEVERITIES, Finding
@@ -61,5 +62,5 @@ def difference(before: Document, after: Document, name: str) -> str:
 
 def markdown() -> str:
     """The table of rules, for docs/lint.md."""
-    rows = ["| rule | severity | what it says |", "|---|---|---|"]
-    return "\n".join([*rows, *(f"| `{rule.id}` | {rule.severity} | {rule.says} |" for rule in RULES)])
+    rows = [(f"`{rule.id}`", rule.severity, rule.says) for rule in RULES]
+    return output.markdown(("rule", "severity", "what it says"), rows)

@@ -15,10 +15,11 @@ from mindspeed_chunk.hardware import Device, Link, Span
 from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
 from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import load_device
 from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.model import ModelSize, load_model
-from mindspeed_chunk.planner.precision import RECIPES, Recipe
+from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
 from mindspeed_chunk.planner.traffic import Exchanges, exchanges
 

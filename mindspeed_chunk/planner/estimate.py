@@ -2,8 +2,7 @@
 
 Memory of a rank, in bytes, at the moment of its peak (the backward of one block):
 
-    parameters, gradients, optimizer   `state.py`; the megatron back end keeps weight + gradient bytes on every rank and
-                                       spreads the rest over the data-parallel ranks
+    parameters, gradients, optimizer   `state.py`
     gathered      two blocks (one ahead) in the format they are computed in, one block's gradients in that format and,
                   on their way into the reduce-scatter, in fp32
     activations   `activations.py`; with ChunkMBS three hidden states of the whole batch (docs/performance.md: 3.06
@@ -21,31 +20,24 @@ activations are taken to be hidden. Images are not counted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
-from mindspeed_chunk.moe.costs.memory import ExpertMemory, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
 from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.setting import FSDP2, Job, Setting
-from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
-from mindspeed_chunk.planner.traffic import (
-    Collective,
-    data_parallel_traffic,
-    expert_traffic,
-    fsdp_traffic,
-    model_parallel_elements,
-    model_parallel_traffic,
-)
+from mindspeed_chunk.planner.sequence import ulysses_traffic
+from mindspeed_chunk.planner.setting import Job, Setting
+from mindspeed_chunk.planner.state import Sharding, StateBytes, Unit, state_bytes, units
+from mindspeed_chunk.planner.traffic import REDUCED, Collective, expert_traffic, fsdp_traffic
 
-_REDUCED = 4  # bytes of an element in a reduce-scatter
 _CHUNK_MBS_HIDDEN = 3  # hidden states of the whole batch that ChunkMBS holds
 _BACKWARD = 2  # forwards
 
-_Made = TypeVar("_Made")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Estimate(NamedTuple):
@@ -71,29 +63,6 @@ class Estimate(NamedTuple):
         return sum(self.seconds.values())
 
 
-class _Common(NamedTuple):
-    """What settings have in common that differ in N, schedule, keep and policy alone.
-
-    Attributes:
-        span: of the expert-parallel group.
-        head: bytes of the logits, and seconds of the head.
-        dense: seconds of the forward of a block's other parts than experts, on `tokens` tokens.
-        collectives: seconds of FSDP2's gathers and reduce-scatters for a block.
-        sent: seconds of `_own_traffic`.
-    """
-
-    tokens: int
-    span: Span
-    layers: int
-    micro_chunks: int
-    state: StateBytes
-    gathered: int
-    head: tuple[int, float]
-    dense: float
-    collectives: tuple[float, float]
-    sent: float
-
-
 class _Layer(NamedTuple):
     """A call of an MoE layer, and the block around it; seconds of its directions, and what of them is exposed."""
 
@@ -106,82 +75,65 @@ class _Layer(NamedTuple):
     exposed_back: float
 
 
-@dataclass
-class Estimator:
-    """Estimates of many settings for one job; parts that settings share are computed once."""
+def _once(method: _Method) -> _Method:
+    """A method of `Estimator` that is called once for equal arguments: many settings share them."""
 
-    job: Job
-    _cache: dict = field(default_factory=dict)
+    @functools.wraps(method)
+    def once(self: Estimator, *of: Hashable) -> Any:
+        key = (method, *of)
+        if key not in self.known:
+            self.known[key] = method(self, *of)
+        return self.known[key]
+
+    return cast(_Method, once)
+
+
+class Estimator:
+    """Estimates of settings of FSDP2 for one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.known: dict[tuple, Any] = {}
 
     def __call__(self, setting: Setting) -> Estimate:
-        batch = (setting.micro_batch, setting.accumulation, setting.chunk_mbs)
-        key = (setting.layout, setting.backend, setting.context, *batch)
-        common = self._cache.get(key)
-        if common is None:
-            common = self._cache[key] = self._common(setting)
-        layer = self._layer(setting, common)
-        memory, host = self._memory(setting, common, layer)
-        return Estimate(setting, memory, self._seconds(setting, common, layer), host, layer.memory, layer.times)
+        job, layout = self.job, setting.layout
+        span, how = self._span(layout, "ep"), (setting.num_chunks, setting.schedule, setting.keep)
+        layer = self._layer(setting.layer(job), span, layout.tp, *how)
+        memory, host = self._memory(setting, layer)
+        return Estimate(setting, memory, self._seconds(setting, layer), host, layer.memory, layer.times)
 
-    def _once(self, make: Callable[..., _Made], *of: Hashable) -> _Made:
-        key = (make.__name__, *of)
-        if key not in self._cache:
-            self._cache[key] = make(*of)
-        return self._cache[key]
-
-    def _common(self, setting: Setting) -> _Common:
-        job, layout, fsdp2 = self.job, setting.layout, setting.backend == FSDP2
-        tokens = setting.tokens(job)
-        return _Common(
-            tokens=tokens,
-            span=layout.span("ep", job.devices_per_node),
-            layers=job.model.num_hidden_layers // layout.pp,
-            micro_chunks=setting.micro_chunks,
-            state=self._once(self._fsdp_state, layout.ep) if fsdp2 else self._megatron_state(layout),
-            gathered=self._once(self._fsdp_gathered, layout.ep) if fsdp2 else 0,
-            head=(self._logits(setting), self._head_seconds(setting)),
-            dense=self._once(self._dense_seconds, tokens) / layout.tp,
-            collectives=self._once(self._block_collectives, layout.ep) if fsdp2 else (0.0, 0.0),
-            sent=sum(each.seconds(layout, job.devices_per_node, job.device) for each in self._own_traffic(setting)),
-        )
-
-    def _layer(self, setting: Setting, common: _Common) -> _Layer:
-        key = (common.tokens, common.span, setting.layout.tp, setting.num_chunks, setting.schedule, setting.keep)
-        layer = self._cache.get(key)
-        if layer is None:
-            layer = self._cache[key] = self._made_layer(setting, common)
-        return layer
-
-    def _made_layer(self, setting: Setting, common: _Common) -> _Layer:
-        job, shape = self.job, setting.layer(self.job)
-        rows = balanced_rows(shape, setting.num_chunks, job.imbalance)
-        how: dict[str, Any] = {"schedule": setting.schedule, "keep": setting.keep, "rows": rows}
-        memory = expert_memory(shape, **how)
-        times = chunk_times(shape, job.device, common.span, dtype=job.compute, **how)
-        block = block_bytes(job.model, common.tokens, job.element_size, memory, setting.layout.tp)
+    @_once
+    def _layer(self, shape: LayerShape, span: Span, tp: int, num_chunks: int, schedule: str, keep: str) -> _Layer:
+        job, rows = self.job, balanced_rows(shape, num_chunks, self.job.imbalance)
+        memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
+        times = chunk_times(shape, job.device, span, dtype=job.compute, schedule=schedule, keep=keep, rows=rows)
+        block = block_bytes(job.model, shape.tokens, job.element_size, memory, tp)
         return _Layer(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
 
-    def sharding(self, setting: Setting) -> Sharding:
-        return Sharding(self.job.world, setting.layout.ep, train_vision=self.job.train_vision)
+    def _span(self, layout: Layout, kind: str) -> Span:
+        return layout.span(kind, self.job.devices_per_node)
+
+    def sharding(self, ep: int) -> Sharding:
+        return Sharding(self.job.world, ep, train_vision=self.job.train_vision)
 
     # memory
 
-    def _memory(self, setting: Setting, common: _Common, layer: _Layer) -> tuple[dict[str, int], int]:
-        state, expert = common.state, layer.memory
-        kept = activations(setting.policy, layer.block, common.layers)
-        held, host, batch = kept.kept, kept.host * common.micro_chunks, 0
-        if common.micro_chunks > 1:
-            batch = _CHUNK_MBS_HIDDEN * common.micro_chunks * layer.block.input
-            held *= 1 if setting.policy == "offload" else common.micro_chunks
+    def _memory(self, setting: Setting, layer: _Layer) -> tuple[dict[str, int], int]:
+        state, expert = self._state(setting.layout), layer.memory
+        kept = activations(setting.policy, layer.block, self.job.model.num_hidden_layers // setting.layout.pp)
+        held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
+        if setting.micro_chunks > 1:
+            batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * layer.block.input
+            held *= 1 if setting.policy == "offload" else setting.micro_chunks
         in_flight = min(setting.layout.pp, setting.accumulation)
         memory = {
             "parameters": state.parameters,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
-            "gathered": common.gathered,
+            "gathered": self._gathered(setting.layout.ep),
             "activations": held * in_flight + kept.working + batch,
             "expert layer": expert.peak - expert.kept + expert.weight_grads,
-            "head": common.head[0],
+            "head": self._logits(setting),
         }
         return memory, host * in_flight
 
@@ -190,70 +142,67 @@ class Estimator:
         words = -(-job.model.vocab_size // setting.layout.tp)  # of the rank with the most
         return setting.micro_batch * setting.loss_chunk(job) * words * (job.element_size + 4 + 4)
 
-    def _fsdp_state(self, ep: int) -> StateBytes:
-        return state_bytes(
-            self.job.model, Sharding(self.job.world, ep, train_vision=self.job.train_vision), self.job.recipe
-        )
+    @_once
+    def _state(self, layout: Layout) -> StateBytes:
+        return state_bytes(self.job.model, self.sharding(layout.ep), self.job.recipe)
 
-    def _fsdp_gathered(self, ep: int) -> int:
-        block = max(self._blocks(ep))
-        head = self.job.model.vocab_size * self.job.model.hidden_size
+    @_once
+    def _gathered(self, ep: int) -> int:
+        blocks: dict[str, int] = {}  # elements of each while it is gathered, its experts included
+        for unit in self._block_units(ep):
+            number = unit.name.split(".layers.")[1].split(".")[0]
+            blocks[number] = blocks.get(number, 0) + unit.gathered()
+        block, head = max(blocks.values()), self.job.model.vocab_size * self.job.model.hidden_size
         size = self.job.recipe.gathered
-        return max(2 * block, head) * size + max(block, head) * (size + _REDUCED)
+        return max(2 * block, head) * size + max(block, head) * (size + REDUCED)
 
-    def _blocks(self, ep: int) -> list[int]:
-        """Elements of each block while it is gathered, its experts included."""
-        found: dict[str, int] = {}
-        for unit in units(self.job.model, Sharding(self.job.world, ep)):
-            if ".layers." in unit.name:
-                number = unit.name.split(".layers.")[1].split(".")[0]
-                found[number] = found.get(number, 0) + unit.gathered()
-        return list(found.values())
-
-    def _megatron_state(self, layout: Layout) -> StateBytes:
-        recipe = self.job.recipe
-        others, experts = model_parallel_elements(self.job.model, layout)
-        spread = recipe.master + recipe.moments
-        optimizer = others * spread // layout.size("dp_cp") + experts * spread // layout.edp
-        return StateBytes((others + experts) * recipe.weight, (others + experts) * recipe.grad, optimizer)
+    def _block_units(self, ep: int) -> list[Unit]:
+        return [unit for unit in units(self.job.model, Sharding(self.job.world, ep)) if ".layers." in unit.name]
 
     # time
 
-    def _seconds(self, setting: Setting, common: _Common, layer: _Layer) -> dict[str, float]:
-        dense, chunks, passes = common.dense, common.micro_chunks, setting.accumulation
+    def _seconds(self, setting: Setting, layer: _Layer) -> dict[str, float]:
+        layout, passes, job = setting.layout, setting.accumulation, self.job
+        layers, chunks, tokens = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.tokens(job)
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
-        count = common.layers * chunks * passes
+        count = layers * chunks * passes
+        dense = self._dense_seconds(tokens) / layout.tp
         seconds = {
             "attention and dense": count * dense * (1 + _BACKWARD),
             "experts": count * (layer.forward - layer.exposed + layer.backward - layer.exposed_back),
             "recompute": count * again * (dense + layer.forward - layer.exposed),
             "exposed all-to-all": count * (layer.exposed * (1 + again) + layer.exposed_back),
-            "head": common.head[1],
+            "head": self._head_seconds(setting),
         }
-        if setting.backend == FSDP2:
-            forward = chunks * (dense + layer.forward)
-            backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
-            gather, reduce = common.collectives
-            one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-            seconds["exposed gathers"] = common.layers * passes * one
+        forward = chunks * (dense + layer.forward)
+        backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
+        seconds |= self._exposed_gathers(setting, forward, backward)
         # what nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's
-        work = sum(seconds.values()) + common.sent
-        seconds["model parallel"] = common.sent + work * (setting.layout.pp - 1) / passes
+        sent = self._sent(layout, tokens, chunks * passes)
+        work = sum(seconds.values()) + sent
+        seconds["model parallel"] = sent + work * (layout.pp - 1) / passes
         # every byte of the state is read and written once
-        seconds["optimizer"] = 2 * common.state.total / self.job.device.memory_rate
+        seconds["optimizer"] = 2 * self._state(layout).total / job.device.memory_rate
         return seconds
+
+    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> dict[str, float]:
+        """Of all blocks and passes; `forward` and `backward` are seconds of a block's work that hides them."""
+        gather, reduce = self._block_collectives(setting.layout.ep)
+        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+        return {"exposed gathers": self.job.model.num_hidden_layers * setting.accumulation * one}
 
     def core_share(self) -> float:
         """Of a block's forward operations, those of its attention core."""
         model = self.job.model
         experts = 6 * model.num_experts_per_tok * model.hidden_size * model.moe_intermediate_size
-        dense, core = 2 * self._once(self._dense_weights) / model.num_hidden_layers, self._core_operations()
+        dense, core = 2 * self._dense_weights() / model.num_hidden_layers, self._core_operations()
         return core / (dense + core + experts)
 
+    @_once
     def _dense_seconds(self, tokens: int) -> float:
         """The forward of everything in the mean block but its experts."""
         job = self.job
-        weights = self._once(self._dense_weights) / job.model.num_hidden_layers
+        weights = self._dense_weights() / job.model.num_hidden_layers
         return tokens * (2 * weights + self._core_operations()) / job.device.rate(job.compute)
 
     def _core_operations(self) -> float:
@@ -266,6 +215,7 @@ class Estimator:
         delta = (model.num_hidden_layers - full) * 6 * model.linear_value_width * model.linear_key_head_dim
         return (attention + delta) / model.num_hidden_layers
 
+    @_once
     def _dense_weights(self) -> int:
         prefix = "model.language_model.layers."
         return sum(p.numel for p in self.job.model.parameters() if p.name.startswith(prefix) and not p.expert)
@@ -276,39 +226,44 @@ class Estimator:
         operations = 2 * tokens * job.model.vocab_size * job.model.hidden_size * (1 + _BACKWARD)
         return operations / job.device.rate(job.compute) / layout.tp
 
+    @_once
     def _block_collectives(self, ep: int) -> tuple[float, float]:
         """Seconds of FSDP2's gathers and of its reduce-scatters for the mean block."""
         job, gather, reduce = self.job, 0.0, 0.0
         layout = Layout(ep=ep, dp=job.world)
-        spans = {kind: layout.span(kind, job.devices_per_node) for kind in ("edp", "dp_cp")}
-        for unit in units(job.model, Sharding(job.world, ep)):
-            if ".layers." in unit.name:
-                span, elements = spans["edp" if unit.expert else "dp_cp"], unit.gathered()
-                gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
-                reduce += collective_seconds(REDUCE_SCATTER, elements * _REDUCED, span, job.device)
+        for unit in self._block_units(ep):
+            span, elements = self._span(layout, "edp" if unit.expert else "dp_cp"), unit.gathered()
+            gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
+            reduce += collective_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
         return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
 
     # traffic
 
-    def _own_traffic(self, setting: Setting) -> list[Collective]:
-        job, layout = self.job, setting.layout
-        found = model_parallel_traffic(
-            job.model,
-            layout,
-            job.recipe,
-            tokens=setting.tokens(job),
-            micro_batches=setting.accumulation * setting.micro_chunks,
-            context=setting.context,
-        )
-        return found if setting.backend == FSDP2 else found + data_parallel_traffic(job.model, layout, job.recipe)
+    @_once
+    def _sent(self, layout: Layout, tokens: int, passes: int) -> float:
+        job = self.job
+        own = self._own_traffic(layout, tokens, passes)
+        return sum(each.seconds(layout, job.devices_per_node, job.device) for each in own)
 
     def traffic(self, setting: Setting) -> list[Collective]:
         """All collectives of one step, balanced."""
-        job = self.job
-        found = self._own_traffic(setting)
-        if setting.backend == FSDP2:
-            found = fsdp_traffic(job.model, self.sharding(setting), job.recipe, setting.accumulation) + found
-        again = setting.policy in RECOMPUTED
+        model, again = self.job.model, setting.policy in RECOMPUTED
         passes = setting.accumulation * setting.micro_chunks
         how: dict[str, Any] = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
-        return found + expert_traffic(job.model, setting.layer(job), passes=passes, **how)
+        experts = expert_traffic(model, setting.layer(self.job), passes=passes, **how)
+        own = self._own_traffic(setting.layout, setting.tokens(self.job), passes)
+        return self._fsdp_traffic(setting) + own + experts
+
+    def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
+        sharding = self.sharding(setting.layout.ep)
+        return fsdp_traffic(self.job.model, sharding, self.job.recipe, setting.accumulation)
+
+    def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
+        """What nothing hides: here what ranks that share a sequence send."""
+        job = self.job
+        if layout.cp == 1:
+            return []
+        return [
+            Collective("cp", kind, layout.cp, calls * passes // layout.pp, nbytes * passes // layout.pp)
+            for kind, calls, nbytes in ulysses_traffic(job.model, layout.cp, tokens, job.element_size)
+        ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from mindspeed_chunk.output import markup
+from mindspeed_chunk.output import page as whole_page
+from mindspeed_chunk.planner import tables
 from mindspeed_chunk.planner.charts import legend, line_chart, stacked_bar
-from mindspeed_chunk.planner.numbers import billions, fixed
+from mindspeed_chunk.planner.numbers import fixed
+from mindspeed_chunk.planner.tables import GB
 
-GB = 1e9
 _STYLE = """
 :root { --back: #ffffff; --text: #1c2430; --soft: #5b6675; --edge: #d5dbe3; --panel: #f5f7fa; --mark: #b00020;
   --c0: #3366cc; --c1: #2f8f5b; --c2: #b07a00; --c3: #8a4fbf; --c4: #c8553d; --c5: #2a8c9c; --c6: #7a6f52;
@@ -45,41 +47,28 @@ pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 8p
 
 def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
-    job, found = report["job"], report["recommendation"]
-    title = f"Plan: {job['model']} on {job['nodes']} x {job['devices_per_node']} {job['device']}"
+    job = report["job"]
+    title, *lines = tables.job_lines(job)
+    shown = [tables.settings(report["recommendation"]), tables.layouts(report["layouts"], wide=True)]
     body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">{escape(_job_line(job))}</p>',
-        _recommendation(found),
+        f"<h1>Plan: {escape(title)}</h1>",
+        *(f'<p class="soft">{escape(line)}</p>' for line in lines),
+        _recommendation(report["recommendation"]),
         '<div class="charts">',
         _memory_panel(report),
-        _time_panel(report),
+        _panel("Time of a step", _bars(report, "seconds", 1, "s", 3)),
         _chunks_panel(report),
         "</div>",
-        *_tables(report),
+        *map(markup, (*shown, *tables.details(report))),
         _yaml(report),
         f'<p class="soft">Sources: {escape("; ".join([job["model_source"], *job["device_sources"]]))}</p>',
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_colours()}{_STYLE}</style></head>'
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+    return whole_page(f"Plan: {title}", _colours() + _STYLE, "".join(body))
 
 
 def _colours() -> str:
     return "".join(
         f".c{n} {{ fill: var(--c{n}); background: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }} " for n in range(8)
-    )
-
-
-def _job_line(job: dict[str, Any]) -> str:
-    return (
-        f"{billions(job['parameters'])} parameters, {billions(job['active_parameters'])} a token; "
-        f"{fixed(job['memory'] / GB, 0)} GB a device, of which {fixed(job['budget'] / GB, 1)} GB may be used; "
-        f"{job['global_batch']} samples of {job['sequence']} tokens a step; {job['recipe']}. Times are at the device's "
-        "peak rates, unless its file has measured ones: compare them."
     )
 
 
@@ -95,38 +84,39 @@ def _chosen(found: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Layouts with a name short enough for a bar."""
-    named = []
-    for each in report["layouts"]:
-        if "problem" not in each:
-            named.append(
-                (each["title"].split(",")[0] + (" (recommended)" if each["role"] == "recommended" else ""), each)
-            )
-    return named
+    return [
+        (each["title"].split(",")[0] + " (recommended)" * (each["role"] == "recommended"), each)
+        for each in report["layouts"]
+        if "problem" not in each
+    ]
 
 
 def _memory_panel(report: dict[str, Any]) -> str:
-    drawn, job = _drawn(report), report["job"]
-    most = max(job["memory"], *(each["peak"] for _, each in drawn))
-    rows = []
-    for name, each in drawn:
-        parts = {part: value / GB for part, value in each["memory"].items()}
-        told = f"{name}: {fixed(each['peak'] / GB, 1)} GB"
-        bar = stacked_bar(parts, most / GB, "GB", told, mark=job["budget"] / GB)
-        rows.append(_row(name, f"{fixed(each['peak'] / GB, 1)} GB", bar))
-    note = '<p class="soft">The line is what may be used.</p>'
-    return _panel("Memory of a rank", legend(list(drawn[0][1]["memory"])), *rows, note)
+    job, note = report["job"], '<p class="soft">The line is what may be used.</p>'
+    bars = _bars(report, "memory", GB, "GB", 1, least=job["memory"] / GB, mark=job["budget"] / GB)
+    return _panel("Memory of a rank", bars, note)
 
 
-def _time_panel(report: dict[str, Any]) -> str:
-    drawn = _drawn(report)
-    names = list(dict.fromkeys(part for _, each in drawn for part in each["seconds"]))
-    most = max(each["step"] for _, each in drawn)
+def _bars(
+    report: dict[str, Any],
+    of: str,
+    scale: float,
+    unit: str,
+    digits: int,
+    *,
+    least: float = 0,
+    mark: float | None = None,
+) -> str:
+    """A bar for each layout; all are drawn against the longest one, or `least`."""
+    drawn = [(name, {part: value / scale for part, value in each[of].items()}) for name, each in _drawn(report)]
+    names = list(dict.fromkeys(part for _, parts in drawn for part in parts))
+    most = max(least, *(sum(parts.values()) for _, parts in drawn))
     rows = []
-    for name, each in drawn:
-        parts = {part: each["seconds"].get(part, 0.0) for part in names}
-        bar = stacked_bar(parts, most, "s", f"{name}: {fixed(each['step'], 3)} s")
-        rows.append(_row(name, f"{fixed(each['step'], 3)} s", bar))
-    return _panel("Time of a step", legend(names), *rows)
+    for name, parts in drawn:
+        total = f"{fixed(sum(parts.values()), digits)} {unit}"
+        bar = stacked_bar({part: parts.get(part, 0.0) for part in names}, most, unit, f"{name}: {total}", mark)
+        rows.append(f'<div class="row"><span>{escape(total)}</span><b>{escape(name)}</b>{bar}</div>')
+    return legend(names) + "".join(rows)
 
 
 def _chunks_panel(report: dict[str, Any]) -> str:
@@ -143,70 +133,6 @@ def _chunks_panel(report: dict[str, Any]) -> str:
 
 def _panel(heading: str, *parts: str) -> str:
     return f'<section class="panel"><h2>{escape(heading)}</h2>{"".join(parts)}</section>'
-
-
-def _row(name: str, value: str, bar: str) -> str:
-    return f'<div class="row"><span>{escape(value)}</span><b>{escape(name)}</b>{bar}</div>'
-
-
-def _tables(report: dict[str, Any]) -> Iterable[str]:
-    found = report["recommendation"]
-    settings = [_chosen(found), *found["runners_up"]]
-    rows: list[tuple[str, ...]] = [
-        (each["title"], fixed(each["peak"] / GB, 1), fixed(each["step"], 3)) for each in settings
-    ]
-    heading = "The recommended setting and the next ones" if found["fits"] else "Least memory; it does not fit"
-    yield _table(heading, ("setting", "GB", "s a step"), rows)
-    columns = ("layout", "role", "batch, recompute, N, keep", "GB", "s a step", "inside a node", "across nodes")
-    yield _table("Layouts, each with its own best setting", columns, map(_place, report["layouts"]))
-    keys = ("calls", "nbytes", "seconds")
-    rows = [
-        (each["title"].split(",")[0], sent["group"], sent["kind"], str(sent["ranks"]), *_sent(sent, keys))
-        for each in report["layouts"][:3]
-        for sent in each.get("traffic", ())
-    ]
-    yield _table("Traffic of a rank in a step", ("layout", "group", "kind", "ranks", "calls", "GB", "s"), rows)
-    rows = [
-        (each["policy"], *(fixed(each[key] / GB, 2) for key in ("kept", "working", "host")), f"{each['again']:.0%}")
-        for each in report["activations"]
-    ]
-    yield _table("Activations", ("policy", "kept GB", "at work GB", "host GB", "forward again"), rows)
-    rows = [
-        (
-            each["name"],
-            str(each["kept"]),
-            str(each["gathered"]),
-            fixed(each["rank"] / GB, 2),
-            "yes" if each["possible"] else "no",
-        )
-        for each in report["precision"]
-    ]
-    yield _table("Bytes a parameter", ("recipe", "kept", "gathered", "GB a rank", "on this device"), rows)
-
-
-def _place(each: dict[str, Any]) -> tuple[str, ...]:
-    name = each["title"].split(",")[0]
-    if "problem" in each:
-        return name, each["role"], each["problem"], "", "", "", ""
-    kinds = each["inside_node"]
-    places = (" ".join(kind for kind, inside in kinds.items() if inside is wanted) for wanted in (True, False))
-    return name, each["role"], each["brief"], fixed(each["peak"] / GB, 1), fixed(each["step"], 3), *places
-
-
-def _sent(sent: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
-    calls, nbytes, seconds = (sent[key] for key in keys)
-    return str(calls), fixed(nbytes / GB, 2), fixed(seconds, 3)
-
-
-def _table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td data-label="{escape(column)}">{escape(cell)}</td>' for column, cell in zip(columns, row))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<h2>{escape(heading)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _yaml(report: dict[str, Any]) -> str:

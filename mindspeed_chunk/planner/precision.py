@@ -41,22 +41,12 @@ class Recipe(NamedTuple):
         return self.weight + self.master + self.grad + self.moments
 
 
-_ZERO = "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1"
+ZERO = "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1"
 _FSDP2 = "torch.distributed.fsdp.MixedPrecisionPolicy: parameters stay fp32 in shards, and are cast for the gather"
-_MEGATRON = "NVIDIA/Megatron-LM, docs on the distributed optimizer: bf16 parameters, fp32 gradients: 18 bytes"
-_TE = "NVIDIA Transformer Engine, documentation on fp8: weights kept in high precision, cast to fp8 for the matmuls"
-_DEEPSEEK = "DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3: fp32 master and gradients, bf16 moments"
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("fp32", 4, 0, 4, 8, 4, "fp32", False, _ZERO),
-        Recipe("bf16-fsdp2", 4, 0, 4, 8, 2, "bf16", False, _FSDP2),
-        Recipe("bf16-megatron", 2, 4, 4, 8, 2, "bf16", False, _MEGATRON),
-        Recipe("fp16", 2, 4, 2, 8, 2, "fp16", True, _ZERO),
-        Recipe("fp8-tensorwise", 2, 4, 4, 8, 1, "fp8", False, _TE),
-        Recipe("fp8-blockwise", 1, 4, 4, 4, 1, "fp8", False, _DEEPSEEK),
-    )
-}
 DEFAULT_RECIPE = "bf16-fsdp2"
-FSDP2_RECIPES = ("fp32", "bf16-fsdp2")  # those that MindSpeed-MM's FSDP2 yaml can ask for
+# those that MindSpeed-MM's FSDP2 yaml can ask for
+FSDP2_RECIPES = {
+    "fp32": Recipe("fp32", 4, 0, 4, 8, 4, "fp32", False, ZERO),
+    DEFAULT_RECIPE: Recipe(DEFAULT_RECIPE, 4, 0, 4, 8, 2, "bf16", False, _FSDP2),
+}

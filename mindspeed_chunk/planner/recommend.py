@@ -6,19 +6,20 @@ plainest: fewer chunks, more kept, less recomputed, smaller groups.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
+from mindspeed_chunk.moe.costs.choice import CANDIDATES
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.layout import Layout, layouts
 from mindspeed_chunk.planner.numbers import fixed
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
-from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem
+from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
-CHUNKS = (1, 2, 4, 8)
 _POLICIES = ("none", "full", "offload")  # those that the yaml can ask for
 _SAME = 1.01  # times the fastest
 _RUNNERS_UP = 4
@@ -39,6 +40,10 @@ class Recommendation(NamedTuple):
     runners_up: list[Estimate]
     why: list[str]
     of_layout: dict[Layout, Estimate]
+
+    @property
+    def chosen(self) -> Estimate:
+        return self.best or self.smallest
 
 
 def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
@@ -96,7 +101,7 @@ def candidates(job: Job) -> Iterator[Setting]:
                 if chunk_mbs and policy == "none":
                     continue  # every micro-chunk's activations would stay
                 # with EP=1 MindSpeed-MM reaches no dispatcher, and its own experts run
-                for num_chunks in CHUNKS if layout.ep > 1 else CHUNKS[:1]:
+                for num_chunks in CANDIDATES if layout.ep > 1 else CANDIDATES[:1]:
                     for keep in KEEPS if layout.ep > 1 else KEEPS[:1]:
                         yield Setting(
                             layout=layout,
@@ -112,7 +117,7 @@ def candidates(job: Job) -> Iterator[Setting]:
 def fsdp_layouts(job: Job) -> Iterator[Layout]:
     """Layouts without TP and PP that share out the batch evenly, and the sequence as Ulysses can."""
     for layout in layouts(job.world, heads=1, layers=1, experts=job.model.num_experts):
-        if job.global_batch % layout.dp == 0 and not context_problem(job.model, CONTEXTS[0], layout.cp, job.sequence):
+        if job.global_batch % layout.dp == 0 and not ulysses_problem(job.model, layout.cp, job.sequence):
             yield layout
 
 
@@ -152,7 +157,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
     yield from _why_layout(job, best, of_layout)
     yield from _why_chunks(estimator, best)
     if setting.keep != KEEPS[0] or setting.policy != "none":
-        plain = estimator(_with(setting, keep=KEEPS[0], policy="none", chunk_mbs=0, **_accumulated(setting)))
+        plain = estimator(dataclasses.replace(setting.as_passes(), keep=KEEPS[0], policy="none"))
         verdict = (
             "would not fit" if plain.peak > job.budget else f"would take {fixed(plain.step / best.step, 2)} of the time"
         )
@@ -171,7 +176,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
             f"({' and '.join(FSDP2_RECIPES)} are): the yaml has bf16."
         )
     if setting.chunk_mbs:
-        other = estimator(_with(setting, chunk_mbs=0, **_accumulated(setting)))
+        other = estimator(setting.as_passes())
         calls = [
             {kind: sum(c.calls for c in traffic if c.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
             for traffic in map(estimator.traffic, (other.setting, setting))
@@ -230,22 +235,10 @@ def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
 def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:
     if best.setting.layout.ep == 1:
         return
-    others = {n: estimator(_with(best.setting, num_chunks=n)) for n in CHUNKS}
+    others = {n: estimator(dataclasses.replace(best.setting, num_chunks=n)) for n in CANDIDATES}
     exposed = ", ".join(f"N={n} {fixed(each.times.exposed * 1e3, 2)} ms" for n, each in others.items())
     held = ", ".join(f"N={n} {fixed(each.expert.peak / 1e9, 2)} GB" for n, each in others.items())
     yield (
         f"N={best.setting.num_chunks}: exposed all-to-all of a layer, forward and backward: {exposed}; "
         f"its peak: {held}."
     )
-
-
-def _accumulated(setting: Setting) -> dict[str, int]:
-    """The same samples as passes instead of micro-chunks."""
-    return {
-        "micro_batch": setting.samples_at_once,
-        "accumulation": setting.accumulation * setting.micro_chunks,
-    }
-
-
-def _with(setting: Setting, **changes: Any) -> Setting:
-    return Setting(**{**setting.__dict__, **changes})

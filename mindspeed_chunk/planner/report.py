@@ -11,32 +11,36 @@ from typing import Any
 
 from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
+from mindspeed_chunk.moe.costs.choice import CANDIDATES
 from mindspeed_chunk.planner.activations import POLICIES, activations, block_bytes
+from mindspeed_chunk.planner.compare import megatron as megatron_layouts
+from mindspeed_chunk.planner.compare.megatron import MEGATRON, Megatron
+from mindspeed_chunk.planner.compare.recipes import RECIPES
+from mindspeed_chunk.planner.compare.ring import ring_problem, ring_traffic
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.fragments import fragments
-from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
-from mindspeed_chunk.planner.precision import RECIPES
-from mindspeed_chunk.planner.recommend import CHUNKS, Recommendation, best_of, recommend
-from mindspeed_chunk.planner.sequence import CONTEXTS, context_problem, context_traffic
-from mindspeed_chunk.planner.setting import MEGATRON, Job, Setting
-from mindspeed_chunk.planner.state import Sharding, state_bytes
+from mindspeed_chunk.planner.layout import KINDS, Layout
+from mindspeed_chunk.planner.recommend import Recommendation, recommend
+from mindspeed_chunk.planner.sequence import ulysses_problem, ulysses_traffic
+from mindspeed_chunk.planner.setting import Job, Setting
+from mindspeed_chunk.planner.state import state_bytes
 from mindspeed_chunk.planner.traffic import exchanges
 
 _SHOWN_LAYOUTS = 6
-_MEGATRON_BATCHES = (1, 2, 4)
-_PAIR = ((1, 4), (2, 8))  # (part of a node that TP takes, PP): the two ways to lay out several nodes that are compared
+# of each way to share a sequence: why it cannot, and what it sends
+_CONTEXTS = {"ulysses": (ulysses_problem, ulysses_traffic), "ring": (ring_problem, ring_traffic)}
 
 
 def make_report(job: Job) -> dict[str, Any]:
     """Raises ConfigError where no plan can be made."""
     estimator = Estimator(job)
     found = recommend(job, estimator)
-    chosen = found.best or found.smallest
+    chosen = found.chosen
     return {
         "job": _job(job),
         "recommendation": _recommendation(job, found),
         "layouts": list(_layouts(job, estimator, found)),
-        "precision": list(_precision(job, chosen.setting)),
+        "precision": list(_precision(estimator, chosen.setting)),
         "batch": list(_batch(estimator, chosen.setting)),
         "activations": list(_activations(estimator, chosen)),
         "sequence": list(_sequence(job)),
@@ -92,79 +96,40 @@ def _recommendation(job: Job, found: Recommendation) -> dict[str, Any]:
 def _layouts(job: Job, estimator: Estimator, found: Recommendation) -> Iterator[dict[str, Any]]:
     """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first.
 
-    Each with its own best setting, those with TP or PP of what `_megatron` tries.
+    Each with its own best setting, those with TP or PP of what `Megatron` tries.
     """
-    model, chosen = job.model, (found.best or found.smallest).setting
-    yield _layout(job, estimator, chosen, "recommended" if found.best else "least memory")
-    pair = [_pair_layout(job, *sizes) for sizes in _PAIR]
+    megatron, pair = Megatron(job), list(megatron_layouts.pair(job))
+    yield _layout(estimator, found.chosen, "recommended" if found.best else "least memory")
     for layout, problem in pair:
         if problem:
             yield {"title": str(layout), "role": "3D", "problem": problem}
         else:
-            yield _layout(job, estimator, _megatron(job, estimator, layout).setting, "3D")
-    sizes = {"heads": model.num_attention_heads, "layers": model.num_hidden_layers, "experts": model.num_experts}
-    valid = [layout for layout in layouts(job.world, **sizes) if _problem(job, layout) is None]
-    shown = {chosen.layout, *(layout for layout, _ in pair)}
+            yield _layout(megatron, megatron.best(layout), "3D")
+    shown = {found.chosen.setting.layout, *(layout for layout, _ in pair)}
     others = [each for layout, each in found.of_layout.items() if layout not in shown]
-    others += [
-        _megatron(job, estimator, layout) for layout in valid if layout.tp * layout.pp > 1 and layout not in shown
-    ]
+    others += [megatron.best(layout) for layout in megatron_layouts.possible(job) if layout not in shown]
     others.sort(key=lambda each: (each.peak > job.budget, each.step))
     for each in others[:_SHOWN_LAYOUTS]:
-        yield _layout(job, estimator, each.setting, "other")
+        yield _layout(megatron if each.setting.backend == MEGATRON else estimator, each, "other")
 
 
-def _megatron(job: Job, estimator: Estimator, layout: Layout) -> Estimate:
-    """The best of a few micro batches, with and without recompute; one chunk, since that back end has no Chunk MoE."""
-    samples = job.global_batch // layout.dp
-    tried = [
-        estimator(
-            Setting(layout=layout, backend=MEGATRON, micro_batch=size, accumulation=samples // size, policy=policy)
-        )
-        for size in _MEGATRON_BATCHES
-        if samples % size == 0
-        for policy in ("none", "full")
-    ]
-    return best_of(job, tried)
-
-
-def _pair_layout(job: Job, part: int, pp: int) -> tuple[Layout, str | None]:
-    tp = max(1, job.devices_per_node // part)
-    layout = Layout(tp=tp, dp=max(1, job.world // (tp * pp)), pp=pp)
-    if layout.world != job.world:
-        return layout, f"TP x PP = {tp * pp} does not divide {job.world} ranks"
-    return layout, _problem(job, layout)
-
-
-def _problem(job: Job, layout: Layout) -> str | None:
-    model = job.model
-    if model.num_attention_heads % layout.tp or model.moe_intermediate_size % layout.tp:
-        return f"TP={layout.tp} does not divide the attention heads or the experts' width"
-    if layout.tp > job.devices_per_node:
-        return f"TP={layout.tp} is larger than a node"
-    if model.num_hidden_layers % layout.pp:
-        return f"{layout.pp} stages do not divide {model.num_hidden_layers} layers"
-    if job.global_batch % layout.dp:
-        return f"DP={layout.dp} does not divide {job.global_batch} samples"
-    return context_problem(model, CONTEXTS[0], layout.cp, job.sequence)
-
-
-def _layout(job: Job, estimator: Estimator, setting: Setting, role: str) -> dict[str, Any]:
-    layout, nodes = setting.layout, job.devices_per_node
+def _layout(estimator: Estimator, found: Estimate, role: str) -> dict[str, Any]:
+    job, layout = estimator.job, found.setting.layout
     groups = {kind: layout.groups(kind) for kind in KINDS if layout.size(kind) > 1}
-    return _told(estimator(setting)) | {
+    return _told(found) | {
         "role": role,
-        "groups": {kind: [list(group) for group in found] for kind, found in groups.items()},
-        "inside_node": {kind: layout.inside_node(kind, nodes) for kind in groups},
+        "groups": {kind: [list(group) for group in each] for kind, each in groups.items()},
+        "inside_node": {kind: layout.inside_node(kind, job.devices_per_node) for kind in groups},
         "traffic": [
-            each._asdict() | {"seconds": each.seconds(layout, nodes, job.device)} for each in estimator.traffic(setting)
+            each._asdict() | {"seconds": each.seconds(layout, job.devices_per_node, job.device)}
+            for each in estimator.traffic(found.setting)
         ],
     }
 
 
-def _precision(job: Job, chosen: Setting) -> Iterator[dict[str, Any]]:
+def _precision(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
+    job, sharding = estimator.job, estimator.sharding(chosen.layout.ep)
     for recipe in RECIPES.values():
-        sharding = Sharding(job.world, chosen.layout.ep, train_vision=job.train_vision)
         yield recipe._asdict() | {
             "kept": recipe.kept,
             "rank": state_bytes(job.model, sharding, recipe).total,
@@ -177,11 +142,12 @@ def _batch(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
     samples = chosen.micro_batch * chosen.accumulation
     size = chosen.samples_at_once if chosen.samples_at_once < samples else 1
     passes = samples // size
-    ways = {"accumulation": Setting(**{**chosen.__dict__, "micro_batch": size, "accumulation": passes, "chunk_mbs": 0})}
+    ways = {"accumulation": dataclasses.replace(chosen, micro_batch=size, accumulation=passes, chunk_mbs=0)}
     if passes > 1:
         policy = "offload" if chosen.policy == "none" else chosen.policy
-        changes = {"micro_batch": size * passes, "accumulation": 1, "chunk_mbs": size, "policy": policy}
-        ways["ChunkMBS"] = Setting(**{**chosen.__dict__, **changes})
+        ways["ChunkMBS"] = dataclasses.replace(
+            chosen, micro_batch=size * passes, accumulation=1, chunk_mbs=size, policy=policy
+        )
     for name, setting in ways.items():
         traffic, told = estimator.traffic(setting), _told(estimator(setting))
         for key, kind in (("gathers", ALL_GATHER), ("reduce_scatters", REDUCE_SCATTER)):
@@ -199,13 +165,13 @@ def _activations(estimator: Estimator, chosen: Estimate) -> Iterator[dict[str, A
 
 
 def _sequence(job: Job) -> Iterator[dict[str, Any]]:
-    for context in CONTEXTS:
+    for context, (problem_of, traffic_of) in _CONTEXTS.items():
         for ranks in (2, 4, 8):
-            problem = context_problem(job.model, context, ranks, job.sequence)
+            problem = problem_of(job.model, ranks, job.sequence)
             tokens = -(-job.sequence // ranks)  # of the rank with the most
             traffic = [
                 {"kind": kind, "calls": calls, "nbytes": nbytes}
-                for kind, calls, nbytes in context_traffic(job.model, context, ranks, tokens, job.element_size)
+                for kind, calls, nbytes in traffic_of(job.model, ranks, tokens, job.element_size)
                 if calls
             ]
             yield {"context": context, "ranks": ranks, "tokens": tokens, "problem": problem, "traffic": traffic}
@@ -218,7 +184,7 @@ def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
         chosen = dataclasses.replace(chosen, layout=chosen.layout._replace(ep=_node_ep(job, chosen.layout)))
     for schedule in SCHEDULES:
         for keep in KEEPS:
-            for n in CHUNKS:
+            for n in CANDIDATES:
                 setting = dataclasses.replace(chosen, num_chunks=n, schedule=schedule, keep=keep)
                 each, shape = estimator(setting), setting.layer(job)
                 sent = exchanges(shape, num_chunks=n, keep=keep)

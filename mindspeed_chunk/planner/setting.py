@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.hardware import Device
 from mindspeed_chunk.moe.costs.memory import LayerShape
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
-from mindspeed_chunk.planner.precision import RECIPES, Recipe
-
-FSDP2, MEGATRON = "fsdp2", "megatron"
+from mindspeed_chunk.planner.precision import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Setting:
     """What is chosen.
 
     Attributes:
-        backend: "fsdp2" (MindSpeed-MM's) or "megatron" (tensor and pipeline parallel, with a distributed optimizer).
+        backend: "fsdp2" (MindSpeed-MM's), or one to compare with, as in `compare/`.
         micro_batch: samples of one pass on one data-parallel rank.
         accumulation: passes a step.
         chunk_mbs: samples of a micro-chunk inside of a pass; 0: ChunkMBS is off.
@@ -77,7 +77,7 @@ class Setting:
     """
 
     layout: Layout
-    backend: str = FSDP2
+    backend: str = "fsdp2"
     micro_batch: int = 1
     accumulation: int = 1
     chunk_mbs: int = 0
@@ -96,6 +96,11 @@ class Setting:
     def micro_chunks(self) -> int:
         """Micro-chunks of a pass; 1 without ChunkMBS."""
         return -(-self.micro_batch // self.samples_at_once)
+
+    def as_passes(self) -> Setting:
+        """The same samples as passes instead of micro-chunks."""
+        passes = self.accumulation * self.micro_chunks
+        return dataclasses.replace(self, micro_batch=self.samples_at_once, accumulation=passes, chunk_mbs=0)
 
     def tokens(self, job: Job) -> int:
         """T: tokens that a block has at a time on one rank."""

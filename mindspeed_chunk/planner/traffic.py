@@ -7,35 +7,22 @@ T tokens of one micro batch on this rank, H hidden, s bytes an element, m micro 
                set_requires_all_reduce (fsdp/utils/utils.py), neither of which keeps a pass from reduce-scattering.
                ChunkMBS runs m micro-chunks inside of one pass, so m passes become 1
     EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, 2N where the block is recomputed
-    TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward (Shoeybi et al., Megatron-LM,
-               arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same bytes)
-    PP         per micro batch T H s to the next stage and back (Narayanan et al., arXiv:2104.04473)
-    DP         per step the gradients, reduce-scattered in fp32, and the parameters, gathered in their own format
     CP         see `sequence.py`
+    TP, PP     see `compare/megatron.py`
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_chunk.hardware import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    POINT_TO_POINT,
-    REDUCE_SCATTER,
-    Device,
-    collective_seconds,
-)
-from mindspeed_chunk.moe.costs.memory import LayerShape
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, collective_seconds
+from mindspeed_chunk.moe.costs.memory import LayerShape, row_bytes
 from mindspeed_chunk.planner.layout import Layout
-from mindspeed_chunk.planner.model import ModelSize, num_by_kind
+from mindspeed_chunk.planner.model import ModelSize
 from mindspeed_chunk.planner.precision import Recipe
-from mindspeed_chunk.planner.sequence import context_traffic
 from mindspeed_chunk.planner.state import Sharding, units
 
-_PACKED_ALIGNMENT = 16  # bytes; see `moe/packing.py`
-_REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
+REDUCED = 4  # bytes of an element while gradients are summed: `reduce_dtype: fp32`
 
 
 class Collective(NamedTuple):
@@ -66,13 +53,6 @@ class Exchanges(NamedTuple):
 
     calls: int
     sent: int
-
-
-def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
-    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward."""
-    row = shape.hidden * shape.element_size
-    out, back = (-(-n * row // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT for n in (2 if keep == "input" else 1, 1))
-    return row, out + _PACKED_ALIGNMENT, back + _PACKED_ALIGNMENT
 
 
 def exchanges(
@@ -127,7 +107,7 @@ def fsdp_traffic(
             gathers[1] += 2 * passes * elements * recipe.gathered
             reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
             reductions[0] += syncs
-            reductions[1] += syncs * elements * _REDUCED
+            reductions[1] += syncs * elements * REDUCED
     return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
 
 
@@ -141,40 +121,3 @@ def expert_traffic(
     layers = model.num_hidden_layers
     sent_and_own = one.sent * shape.ep // (shape.ep - 1)
     return [Collective("ep", ALL_TO_ALL, shape.ep, layers * passes * one.calls, layers * passes * sent_and_own)]
-
-
-def model_parallel_traffic(
-    model: ModelSize, layout: Layout, recipe: Recipe, *, tokens: int, micro_batches: int, context: str
-) -> list[Collective]:
-    """What TP, PP, CP and a data-parallel group without FSDP2 send in one step; `tokens` of one micro batch here."""
-    size = recipe.gathered if recipe.compute != "fp8" else 2
-    hidden, layers = tokens * model.hidden_size * size, model.num_hidden_layers // layout.pp
-    found = []
-    if layout.tp > 1:
-        calls = 4 * layers * micro_batches
-        found.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
-    if layout.pp > 1:
-        found.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * micro_batches, 2 * micro_batches * hidden))
-    if layout.cp > 1:
-        found += [
-            Collective("cp", kind, layout.cp, calls * micro_batches // layout.pp, nbytes * micro_batches // layout.pp)
-            for kind, calls, nbytes in context_traffic(model, context, layout.cp, tokens, size)
-        ]
-    return found
-
-
-def model_parallel_elements(model: ModelSize, layout: Layout) -> tuple[int, int]:
-    """Elements on one rank where TP and PP split the model: of everything but the experts, and of these."""
-    others, experts = num_by_kind(model)
-    return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
-
-
-def data_parallel_traffic(model: ModelSize, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """A distributed optimizer's: gradients reduce-scattered, parameters gathered, experts in a group of their own."""
-    others, experts = model_parallel_elements(model, layout)
-    found = []
-    for group, elements in (("dp_cp", others), ("edp", experts)):
-        if layout.size(group) > 1:
-            found.append(Collective(group, REDUCE_SCATTER, layout.size(group), 1, elements * recipe.grad))
-            found.append(Collective(group, ALL_GATHER, layout.size(group), 1, elements * recipe.gathered))
-    return found

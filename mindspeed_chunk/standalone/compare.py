@@ -10,12 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from rich.table import Table
-
 from mindspeed_chunk import files
 from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.tools.output import console, drawable
+from mindspeed_chunk.output import Table, console, drawable, terminal
 from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.wording import one_line
 
@@ -81,32 +79,33 @@ def traffic(records, kind):
 
 
 def table(runs):
-    """A rich table of the runs {name: records}; the others are compared with the first."""
+    """The table of the runs {name: records}; the others are compared with the first."""
     base = [record["loss"] for record in next(iter(runs.values()))]
-    result = Table(
-        caption="Largest difference: relative difference of one iteration's loss from the first run. Step: median. "
-        "All-to-alls, and copies from the device that the host waits for: per MoE layer and micro batch "
-        "(forward+recompute+backward). Ranks that share a machine's cores have no communication to hide; on a busy "
-        "machine, or over few steps, times are noise.",
-        caption_justify="left",
-    )
-    result.add_column("run", overflow="fold")
-    # 80 columns are enough for these
-    for heading in ("first\nloss", "last\nloss", "largest\ndifference", "step\n(ms)", "all-to-alls", "device\ncopies"):
-        result.add_column(heading, justify="right", no_wrap=True)
+    rows: list[tuple[str, ...]] = []
     for name, records in runs.items():
         losses = [record["loss"] for record in records]
         times = [record["elapsed_ms"] for record in records]
-        result.add_row(
-            one_line(name),
-            f"{losses[0]:.4f}",
-            f"{losses[-1]:.4f}",
-            f"{largest_difference(losses, base):.1e}" if result.row_count else "-",
-            f"{statistics.median(times[WARM_UP:] or times):.0f}",
-            traffic(records, "all_to_all"),
-            traffic(records, "host_copy"),
+        rows.append(
+            (
+                one_line(name),
+                f"{losses[0]:.4f}",
+                f"{losses[-1]:.4f}",
+                f"{largest_difference(losses, base):.1e}" if rows else "-",
+                f"{statistics.median(times[WARM_UP:] or times):.0f}",
+                traffic(records, "all_to_all"),
+                traffic(records, "host_copy"),
+            )
         )
-    return result
+    return Table(
+        "",
+        ("run", "first loss", "last loss", "largest difference", "step (ms)", "all-to-alls", "device copies"),
+        rows,
+        wrapped=["run"],
+        note="Largest difference: relative difference of one iteration's loss from the first run. Step: median. "
+        "All-to-alls, and copies from the device that the host waits for: per MoE layer and micro batch "
+        "(forward+recompute+backward). Ranks that share a machine's cores have no communication to hide; on a busy "
+        "machine, or over few steps, times are noise.",
+    )
 
 
 def names(paths):
@@ -118,15 +117,13 @@ def names(paths):
 def plot(runs, path):
     """Write the loss curves as a PNG; needs matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         rule = "matplotlib cannot be imported"
         raise ConfigError.about("--plot", str(path), rule, "pip install 'mindspeed_chunk[tools]'") from None
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for number, (name, records) in enumerate(runs.items()):
         # each curve is thinner than the one before, so that equal curves stay visible
         width = 1 + 2.5 * (len(runs) - 1 - number)
@@ -142,7 +139,6 @@ def plot(runs, path):
         reason = error.strerror or str(error)
         raise ConfigError.about("--plot", str(path), reason, "give another file") from None
     files.write_figure(path, figure, "--plot")
-    pyplot.close(figure)
 
 
 def main(argv=None):
@@ -152,7 +148,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     try:
         runs = {name: read_metrics(path) for name, path in names(arguments.metrics).items()}
-        console().print(table(runs))
+        console().print(terminal(table(runs)))
         if arguments.plot:
             plot(runs, arguments.plot)
             print(f"loss curves: {arguments.plot}")

@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mindspeed_chunk.command import run, variable
+from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.output import console
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
-from mindspeed_chunk.tools.bench_cases import Case, CaseError
-from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
+from mindspeed_chunk.tools.bench_cases import Case
+from mindspeed_chunk.tools.bench_layer import Layer
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
-from mindspeed_chunk.tools.link import LinkError, set_rate
-from mindspeed_chunk.tools.output import console
+from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
+from mindspeed_chunk.tools.link import set_rate
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.ranks import is_rank, launch
-from mindspeed_chunk.wording import shortened
 
 _WARM_UP = 2  # rounds
 _MOST_REPEATS = 100_000
@@ -43,26 +39,7 @@ _OVERHEAD_CALLS = 20  # a repeat
 
 
 def main() -> int:
-    parser = _parser()
-    options = parser.parse_args()
-    if is_rank():
-        options.ranks = variable("WORLD_SIZE", 1)
-    if options.overhead:
-        vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
-        options.cases = options.cases or _OVERHEAD_CASES
-    problem = problem_of(options) or _problem(options)
-    if problem:
-        parser.error(problem)
-    try:
-        names = bench_cases.names_of(options.cases)
-        if any(name.endswith(":fill") for name in names) and not options.shared_expert:
-            raise CaseError("--cases: fill needs --shared-expert, the width of what fills")
-        if is_rank():
-            return _rank_main(options, names)
-        environment = bench_host.ENVIRONMENT if bench_cases.uses_host(names) else {}
-        return launch("mindspeed_chunk.tools.bench", sys.argv[1:], options.ranks, options.link, environment)
-    except (CaseError, bench_host.HostError, LinkError) as error:
-        parser.error(str(error))
+    return run_on_ranks(_parser(), "mindspeed_chunk.tools.bench", _check, _on_rank)
 
 
 def _parser() -> Parser:
@@ -87,48 +64,34 @@ def _parser() -> Parser:
     return parser
 
 
-def _problem(options: argparse.Namespace) -> str | None:
-    try:
-        check_range(options, {"repeats": (3, _MOST_REPEATS)})  # fewer have no quartiles
-    except ConfigError as error:
-        return str(error)
+def _check(options: argparse.Namespace) -> dict[str, str]:
+    if options.overhead:
+        vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
+        options.cases = options.cases or _OVERHEAD_CASES
+    check_layer(options)
+    check_range(options, {"repeats": (3, _MOST_REPEATS)})  # fewer have no quartiles
     if options.hidden_share and not options.link:
-        return "--hidden-share: needs --link"
+        raise ConfigError("--hidden-share: needs --link")
     if options.overhead and options.png:
-        return "--png: there is nothing to draw of --overhead"
+        raise ConfigError("--png: there is nothing to draw of --overhead")
     if options.png and importlib.util.find_spec("matplotlib") is None:
-        return "--png: needs matplotlib: pip install 'mindspeed_chunk[tools]'"
+        raise ConfigError("--png: needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     if options.png and not options.png.endswith(".png"):
-        return f"--png {options.png}: must end in .png"
-    return next((problem for name in ("json", "png") if (problem := _unwritable(name, getattr(options, name)))), None)
+        raise ConfigError(f"--png {options.png}: must end in .png")
+    for argument, path in (("--json", options.json), ("--png", options.png)):
+        if path is not None:
+            check_file(argument, path)
+    names = bench_cases.names_of(options.cases)
+    if any(name.endswith(":fill") for name in names) and not options.shared_expert:
+        raise ConfigError("--cases: fill needs --shared-expert, the width of what fills")
+    return bench_host.ENVIRONMENT if bench_cases.uses_host(names) else {}
 
 
-def _unwritable(name: str, path: str | None) -> str | None:
-    """What is wrong with a file to write: better known before the times are taken."""
-    if path is None:
-        return None
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        return f"--{name} {shortened(path)}: there is no folder {shortened(folder)}"
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        return f"--{name} {shortened(path)}: cannot be written"
-    return None
-
-
-def _rank_main(options: argparse.Namespace, names: list[str]) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        measured = _overhead(options, names) if options.overhead else _measure(options, names)
-    except ValuesDiffer as error:
-        if dist.get_rank() == 0:
-            print(f"error: {error}; no times are printed", file=sys.stderr)
-        measured = None
-    if measured and dist.get_rank() == 0:
+def _on_rank(options: argparse.Namespace) -> None:
+    names = bench_cases.names_of(options.cases)
+    measured = _overhead(options, names) if options.overhead else _measure(options, names)
+    if dist.get_rank() == 0:
         bench_report.report(options, measured)
-    dist.barrier()
-    destroy()
-    return int(measured is None)
 
 
 def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:

@@ -42,10 +42,6 @@ _ALL_CHUNKS = (1, 2, 4, 8)
 _SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:rows")
 
 
-class CaseError(ValueError):
-    """A case that does not exist, or cannot run here; the message is one line."""
-
-
 class Case(NamedTuple):
     """A way to run the layer.
 
@@ -69,25 +65,18 @@ class Parsed(NamedTuple):
     mode: str
 
 
-def _mode_settings(mode: str) -> dict[str, Any]:
-    known: dict[str, dict[str, Any]] = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
-    if mode not in known:
-        raise CaseError(f"mode {mode!r}: must be one of {', '.join(known)}")
-    return known[mode]
-
-
 def parse(name: str) -> Parsed | None:
     """The parts of a chunked case's name; None for a baseline that has none.
 
     Raises:
-        CaseError: saying what a name may be.
+        ConfigError: saying what a name may be.
     """
     if name in ("alltoall", WHOLE, *bench_host.CASES):
         return None
     schedule, chunks, mode = [*name.split(":"), KEEPS[0]][:3] if name.count(":") in (1, 2) else ("", "", "")
     number = int(chunks) if chunks.isdecimal() and len(chunks) < 10 else 0
     if schedule not in SCHEDULES or not 1 <= number <= _MOST_CHUNKS:
-        raise CaseError(
+        raise ConfigError(
             f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe a "
             f"value of chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
             f"{', '.join(bench_host.CASES)}, all"
@@ -96,7 +85,7 @@ def parse(name: str) -> Parsed | None:
     try:
         _config(parsed)
     except ConfigError as error:
-        raise CaseError(f"case {name!r}: {error}") from None
+        raise ConfigError(f"case {name!r}: {error}") from None
     return parsed
 
 
@@ -104,7 +93,7 @@ def names_of(text: str | None) -> list[str]:
     """The cases of a comma-separated list, each once and known to be possible; without one, a short selection.
 
     Raises:
-        CaseError: for a name that is no case, or a host that is not there.
+        ConfigError: for a name that is no case, or a host that is not there.
     """
     words = text.split(",") if text else [*_baselines_here(), *_SHORT]
     words = [case for word in words for case in ([*_baselines_here(), *_every()] if word == "all" else [word])]
@@ -121,14 +110,13 @@ def uses_host(names: list[str]) -> bool:
 
 
 def build(name: str) -> Case:
-    parsed = parse(name)
-    if parsed is not None:
-        return _chunked(name, parsed)
-    if name == WHOLE:
-        return _chunked(name, Parsed("rolling", 1, "whole"))
-    if name == "alltoall":
-        return Case(name, AllToAllDispatcher(), nullcontext())
-    return Case(name, bench_host.load(name), nullcontext())
+    parsed = Parsed("rolling", 1, "whole") if name == WHOLE else parse(name)
+    if parsed is None:
+        return Case(name, AllToAllDispatcher() if name == "alltoall" else bench_host.load(name), nullcontext())
+    # a patch can be entered again and again
+    whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
+    around = whole if parsed.mode == "whole" else nullcontext()
+    return Case(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
 
 
 def _baselines_here() -> list[str]:
@@ -146,12 +134,7 @@ def _every() -> list[str]:
 
 
 def _config(parsed: Parsed) -> ChunkMoEConfig:
-    settings = {"moe_num_chunks": parsed.chunks, "chunk_moe_schedule": parsed.schedule, **_mode_settings(parsed.mode)}
-    return ChunkMoEConfig(**settings)
-
-
-def _chunked(name: str, parsed: Parsed) -> Case:
-    # a patch can be entered again and again
-    whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
-    around = whole if parsed.mode == "whole" else nullcontext()
-    return Case(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
+    modes: dict[str, dict[str, Any]] = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
+    if parsed.mode not in modes:
+        raise ConfigError(f"mode {parsed.mode!r}: must be one of {', '.join(modes)}")
+    return ChunkMoEConfig(moe_num_chunks=parsed.chunks, chunk_moe_schedule=parsed.schedule, **modes[parsed.mode])

@@ -17,28 +17,28 @@ from typing import Any
 
 import torch
 
-HOME = "MINDSPEED_MM_HOME"
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.tools.host_probe import HOMES
+
+HOME = HOMES["mindspeed_mm"]
 _FUNCTIONS = {"host:alltoall": "ep_forward", "host:allgather": "ep_allgather_forward"}
 CASES = tuple(_FUNCTIONS)
-_HOMES = {HOME: "mindspeed_mm", "MINDSPEED_HOME": "mindspeed"}
+_PACKAGES = ("mindspeed_mm", "mindspeed")  # in the order in which they are asked for
 _MODULE = "mindspeed_mm.fsdp.distributed.expert_parallel.ep_dispatcher"
 _DEVICE_MODULE = "mindspeed_mm.fsdp.utils.device"
 # what the ranks need in their environment before torch is imported
 ENVIRONMENT = {"NON_MEGATRON": "true", "MINDSPEED_CHUNK_DEVICE": "cpu"}
 
 
-class HostError(ValueError):
-    """MindSpeed-MM is not where it is looked for; the message is one line."""
-
-
 def check() -> None:
-    """Raises HostError unless both checkouts are there."""
-    for variable, package in _HOMES.items():
+    """Raises ConfigError unless both checkouts are there."""
+    for package in _PACKAGES:
+        variable = HOMES[package]
         home = os.environ.get(variable)
         if not home:
-            raise HostError(f"{', '.join(CASES)}: set {variable} to a checkout that has the package {package}")
+            raise ConfigError(f"{', '.join(CASES)}: set {variable} to a checkout that has the package {package}")
         if not (Path(home) / package).is_dir():
-            raise HostError(f"{variable}: {home}: there is no package {package} in it")
+            raise ConfigError(f"{variable}: {home}: there is no package {package} in it")
 
 
 def load(case: str) -> Callable:
@@ -46,9 +46,9 @@ def load(case: str) -> Callable:
     from mindspeed_chunk.patches import install
 
     os.environ.update(ENVIRONMENT)
-    for variable in _HOMES:
-        if os.environ[variable] not in sys.path:
-            sys.path.insert(0, os.environ[variable])
+    for home in (os.environ[HOMES[package]] for package in _PACKAGES):
+        if home not in sys.path:
+            sys.path.insert(0, home)
     install()
     # MindSpeed's all-to-all asks torch.accelerator for its device, which the trainer has set up so
     device = importlib.import_module(_DEVICE_MODULE)

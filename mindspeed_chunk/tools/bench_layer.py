@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,7 @@ from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.tools.bench_cases import Case, build
-from mindspeed_chunk.tools.measure import LiveBytes
-from mindspeed_chunk.tools.parser import check_range
+from mindspeed_chunk.tools.measure import LiveBytes, sent_to_others
 from mindspeed_chunk.wording import shortened
 
 # relative to the largest value: sums in another order
@@ -32,15 +32,6 @@ _SHARED = ("the gradient of the shared expert's first weight", "that of its seco
 _POPULARITY_SEED = 1
 _MEMORY_PASSES = 3
 _MOST_EXPONENT = 10
-_LIMITS = {
-    "ranks": (2, 64),
-    "tokens": (1, 2**20),
-    "hidden": (1, 2**16),
-    "intermediate": (1, 2**16),
-    "experts": (1, 2**12),
-    "top_k": (1, 2**12),
-    "shared_expert": (0, 2**16),
-}
 _SETTLE_S = 0.01
 
 
@@ -62,70 +53,11 @@ class Traffic(NamedTuple):
     sent: int
 
 
-def add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `Layer` reads, and those of the ranks."""
-    parser.add_argument("--ranks", type=int, default=2, help="all in one expert-parallel group (default: 2)")
-    parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
-    parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--intermediate", type=int, default=256, help="of an expert (default: 256)")
-    parser.add_argument("--experts", type=int, default=16, help="on all ranks together (default: 16)")
-    parser.add_argument("--top-k", type=int, default=4, help="experts a token (default: 4)")
-    parser.add_argument(
-        "--routing",
-        default="balanced",
-        metavar="HOW",
-        help="balanced: each token's experts drawn with equal chances; zipf or zipf:EXPONENT: the expert at place n of "
-        "a popularity list, the same on all ranks, with chances as 1 / n^EXPONENT (default exponent: 1); or a FILE of "
-        "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it decides on tokens and top-k",
-    )
-    parser.add_argument(
-        "--shared-expert",
-        type=int,
-        default=0,
-        metavar="WIDTH",
-        help="beside the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
-    )
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
-    parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
-
-
-def problem_of(options: argparse.Namespace) -> str | None:
-    """What is wrong with the layer's options, in one line, or None. A recorded routing sets its tokens and top-k."""
-    try:
-        check_range(options, _LIMITS)
-    except ConfigError as error:
-        return str(error)
-    if options.experts % options.ranks:
-        return f"--experts {options.experts}: must be a multiple of --ranks {options.ranks}"
-    if options.top_k > options.experts:
-        return f"--top-k {options.top_k}: there are {options.experts} experts"
-    needed, there = _least_bytes(options), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        return (
-            f"--tokens, --hidden, --intermediate, --experts: the ranks take {needed / 1e9:.0f} GB or more, and this "
-            f"machine has {there / 1e9:.0f} GB; make them smaller"
-        )
-    try:
-        options.tokens, options.top_k = routing(options, 0, options.ranks).shape
-    except ValueError as error:
-        return f"--routing: {error}"
-    return None
-
-
-def _least_bytes(options: argparse.Namespace) -> int:
-    """Of all ranks: the experts' weights and their gradients, the rows of a call, and the chances of the routing."""
-    size = torch.empty((), dtype=getattr(torch, options.dtype)).element_size()
-    weights = 2 * 3 * options.experts * options.hidden * options.intermediate * size
-    rows = options.tokens * options.top_k * (2 * options.hidden + 3 * options.intermediate) * size
-    return weights + options.ranks * (rows + 8 * options.tokens * options.experts)
-
-
 def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
     """The expert ids of this rank's tokens, int64 `[T, K]`.
 
     Raises:
-        ValueError: for a routing that is neither known nor a file of expert ids that fits.
+        ConfigError: for a routing that is neither known nor a file of expert ids that fits.
     """
     kind, _, exponent = options.routing.partition(":")
     if kind not in ("balanced", "zipf"):
@@ -135,7 +67,7 @@ def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
     except ValueError:
         power = math.nan
     if not 0 <= power <= _MOST_EXPONENT:
-        raise ValueError(f"{options.routing!r}: the exponent must be a number from 0 to {_MOST_EXPONENT}")
+        raise _wrong(f"{options.routing!r}: the exponent must be a number from 0 to {_MOST_EXPONENT}")
     place_E = torch.randperm(options.experts, generator=torch.Generator().manual_seed(_POPULARITY_SEED))
     chance_E = (1.0 + place_E.double()) ** -power
     generator = torch.Generator().manual_seed(1000 + rank)
@@ -145,22 +77,24 @@ def routing(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
 def _recorded(options: argparse.Namespace, rank: int, ranks: int) -> torch.Tensor:
     path = Path(options.routing)
     if not os.path.isfile(path):  # not Path's, which raises for a name that is too long
-        raise ValueError(f"{options.routing!r}: must be balanced, zipf, zipf:EXPONENT or a file")
+        raise _wrong(f"{options.routing!r}: must be balanced, zipf, zipf:EXPONENT or a file")
     try:
         index = torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(
-            f"{path} was not written by torch.save: {shortened(str(error).partition(chr(10))[0])}"
-        ) from None
+        raise _wrong(f"{path} was not written by torch.save: {shortened(str(error).partition(chr(10))[0])}") from None
     if not isinstance(index, torch.Tensor) or index.is_floating_point() or index.dim() not in (2, 3):
-        raise ValueError(f"{path} must hold one tensor of integers, [tokens, k] or [ranks, tokens, k]")
+        raise _wrong(f"{path} must hold one tensor of integers, [tokens, k] or [ranks, tokens, k]")
     if index.dim() == 2:
         index = index[: index.shape[0] // ranks * ranks].view(ranks, -1, index.shape[1])
     if index.shape[0] != ranks or index.numel() == 0:
-        raise ValueError(f"{path} holds {tuple(index.shape)}, which does not fit {ranks} ranks")
+        raise _wrong(f"{path} holds {tuple(index.shape)}, which does not fit {ranks} ranks")
     if index.min() < 0 or index.max() >= options.experts:
-        raise ValueError(f"{path} holds ids up to {index.max()}, --experts is {options.experts}")
+        raise _wrong(f"{path} holds ids up to {index.max()}, --experts is {options.experts}")
     return index[rank].to(torch.int64)
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(f"--routing: {text}")
 
 
 class Layer:
@@ -214,9 +148,15 @@ class Layer:
         inputs = (self.x_TH, self.weight_TK, self.fc1_LHF, self.fc2_LIH, *self.shared)
         return torch.autograd.grad(out_TH, inputs, self.grad_TH)
 
+    @contextlib.contextmanager
+    def around(self, case: Case) -> Iterator[None]:
+        """What must be active while the case runs."""
+        with case.around, torch.set_grad_enabled(not self.forward_only):
+            yield
+
     def run(self, case: Case) -> tuple[torch.Tensor, ...]:
         """The output and, unless only the forward is asked for, all gradients."""
-        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext():
+        with self.around(case):
             out_TH = self.forward(case)
             return (out_TH.detach(), *(() if self.forward_only else self.backward(out_TH)))
 
@@ -260,7 +200,7 @@ class Layer:
     def _residency(self, case: Case) -> Residency:
         weight_grads = self.fc1_LHF.nbytes + self.fc2_LIH.nbytes
         dist.barrier()
-        with case.around, torch.no_grad() if self.forward_only else contextlib.nullcontext(), LiveBytes() as live:
+        with self.around(case), LiveBytes() as live:
             out_TH = self.forward(case)
             time.sleep(_SETTLE_S)
             kept, peak = live.now - out_TH.untyped_storage().nbytes(), live.peak
@@ -272,12 +212,10 @@ class Layer:
 
     def traffic(self, case: Case) -> Traffic | None:
         """None for MindSpeed-MM's code, which does not tell."""
-        rank = dist.get_rank()
         with observe() as events:
             self.run(case)
-        found = [event.detail for event in events if event.kind == "all_to_all"]
-        sent = sum((sum(each["send"]) - each["send"][rank]) * each["row_bytes"] for each in found)
-        exchanges, sent = map(int, self._most([len(found), sent]))
+        calls = sum(event.kind == "all_to_all" for event in events)
+        exchanges, sent = map(int, self._most([calls, sent_to_others(events)]))
         return Traffic(exchanges, sent) if exchanges else None
 
     def _most(self, values: list[float]) -> list[float]:

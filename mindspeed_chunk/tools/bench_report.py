@@ -9,29 +9,24 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from rich.table import Table
 
 import mindspeed_chunk
 from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
+from mindspeed_chunk.output import Table, drawable, terminal, wide_console
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
-from mindspeed_chunk.tools.output import console, drawable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 UNLIMITED = "not limited"
 # places of the overhead's measurement
 ALONE, TOGETHER = "without peers", "between the ranks"
-_WIDTH = 150  # where the table goes into a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -75,21 +70,12 @@ class Measured:
 def report(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Print the tables, and write what files the options ask for."""
     screen = wide_console()
-    for link in dict.fromkeys(each.link for each in measured):
-        here = [each for each in measured if each.link == link]
-        screen.print(_overhead_table(options, link, here) if options.overhead else _table(options, link, here))
-    if options.hidden_share:
-        screen.print(_hidden_table(options, measured))
+    for table in _tables(options, measured):
+        screen.print(terminal(table))
     if options.json:
         files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
     if options.png:
         draw(options, measured)
-
-
-def wide_console() -> Console:
-    """The terminal, or a file or pipe with lines long enough for the tables."""
-    here = console()
-    return here if here.is_terminal else console(width=_WIDTH)
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:
@@ -152,23 +138,61 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _table(options: argparse.Namespace, link: str, measured: list[Measured]) -> Table:
-    what = "forward" if options.forward_only else "forward + backward"
+def _tables(options: argparse.Namespace, measured: list[Measured]) -> Iterator[Table]:
+    make = _overhead_table if options.overhead else _case_table
+    for link in dict.fromkeys(each.link for each in measured):
+        yield make(options, link, [each for each in measured if each.link == link])
+    if options.hidden_share:
+        yield _hidden_table(options, measured)
+
+
+def _case_table(options: argparse.Namespace, link: str, measured: list[Measured]) -> Table:
     bases = baselines(measured)
-    table = Table(
-        title=f"one layer, {what}, {options.ranks} ranks, routing {options.routing}, link {link}",
-        caption=f"medians of {options.repeats} interleaved rounds (quartiles)\n"
-        "kept and peak: live bytes between forward and backward, and the most at once; "
+    rows = [
+        (one.case, _milliseconds(one), *map(_ratio, map(one.ratio, bases)), *(f"{units:.2f}" for units in one.memory()))
+        for one in measured
+    ]
+    return Table(
+        f"one layer, {_passes(options)}, {options.ranks} ranks, routing {options.routing}, link {link}",
+        ("case", "ms", *(f"to {base.case}" for base in bases), "kept", "peak"),
+        rows,
+        note=f"{_medians(options)}\nkept and peak: live bytes between forward and backward, and the most at once; "
         f"1 = the rows that a rank sends ({measured[0].unit / 2**20:.1f} MiB)",
     )
-    table.add_column("case", no_wrap=True)
-    for name in ("ms", *(f"to {base.case}" for base in bases), "kept", "peak"):
-        table.add_column(name, justify="right")
-    for one in measured:
-        ratios = [f"{middle:.2f} ({low:.2f} - {high:.2f})" for middle, low, high in map(one.ratio, bases)]
-        memory = [f"{units:.2f}" for units in one.memory()]
-        table.add_row(one.case, _milliseconds(one), *ratios, *memory)
-    return table
+
+
+def _overhead_table(options: argparse.Namespace, place: str, measured: list[Measured]) -> Table:
+    return Table(
+        f"a layer call with tiny tensors, {_passes(options)}, {place}",
+        ("case", "ms per call", f"to {measured[0].case}"),
+        [(one.case, _milliseconds(one, 3), _ratio(one.ratio(measured[0]))) for one in measured],
+        note=_medians(options),
+    )
+
+
+def _hidden_table(options: argparse.Namespace, measured: list[Measured]) -> Table:
+    limited, free = ([each for each in measured if (each.link == UNLIMITED) == is_free] for is_free in (False, True))
+    rows = [
+        (
+            one.case,
+            str(one.traffic.exchanges),
+            f"{one.traffic.sent / 1e6:.1f}",
+            f"{8e3 * one.traffic.sent / bits_per_second(options.link):.0f}",
+            f"{hidden_share(options, one, other):.0%}",
+        )
+        for one, other in zip(limited, free, strict=True)
+        if one.traffic
+    ]
+    title = f"share of the wire's own time that is hidden, link {options.link}"
+    return Table(title, ("case", "all-to-alls", "MB sent", "wire ms", "hidden"), rows)
+
+
+def _passes(options: argparse.Namespace) -> str:
+    return "forward" if options.forward_only else "forward + backward"
+
+
+def _medians(options: argparse.Namespace) -> str:
+    return f"medians of {options.repeats} interleaved rounds (quartiles)"
 
 
 def _milliseconds(one: Measured, digits: int = 1) -> str:
@@ -176,45 +200,19 @@ def _milliseconds(one: Measured, digits: int = 1) -> str:
     return f"{1e3 * one.median:.{digits}f} ({1e3 * low:.{digits}f} - {1e3 * high:.{digits}f})"
 
 
-def _hidden_table(options: argparse.Namespace, measured: list[Measured]) -> Table:
-    table = Table(title=f"share of the wire's own time that is hidden, link {options.link}")
-    table.add_column("case")
-    for name in ("all-to-alls", "MB sent", "wire ms", "hidden"):
-        table.add_column(name, justify="right")
-    limited, free = ([each for each in measured if (each.link == UNLIMITED) == is_free] for is_free in (False, True))
-    for one, other in zip(limited, free, strict=True):
-        if one.traffic:
-            wire = 8e3 * one.traffic.sent / bits_per_second(options.link)
-            share = f"{hidden_share(options, one, other):.0%}"
-            table.add_row(one.case, str(one.traffic.exchanges), f"{one.traffic.sent / 1e6:.1f}", f"{wire:.0f}", share)
-    return table
-
-
-def _overhead_table(options: argparse.Namespace, place: str, measured: list[Measured]) -> Table:
-    what = "forward" if options.forward_only else "forward + backward"
-    table = Table(
-        title=f"a layer call with tiny tensors, {what}, {place}",
-        caption=f"medians of {options.repeats} interleaved rounds (quartiles)",
-    )
-    table.add_column("case")
-    for name in ("ms a call", f"to {measured[0].case}"):
-        table.add_column(name, justify="right")
-    for one in measured:
-        middle, low, high = one.ratio(measured[0])
-        table.add_row(one.case, _milliseconds(one, 3), f"{middle:.2f} ({low:.2f} - {high:.2f})")
-    return table
+def _ratio(ratio: tuple[float, float, float]) -> str:
+    middle, low, high = ratio
+    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
 
 
 def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
     """Time and memory against the number of chunks, of the first link; baselines as lines across."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     first = [each for each in measured if each.link == measured[0].link]
     curves = _curves(first)
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    times, memory = figure.subplots(1, 2)
     for number, (label, curve) in enumerate(curves.items()):
         _draw_curve(times, memory, curve, color=f"C{number}", label=label)
     for number, base in enumerate(each for each in first if parse(each.case) is None):
@@ -222,7 +220,9 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         times.axhline(1e3 * base.median, label=base.case, **style)
         memory.axhline(base.memory()[1], **style)
     times.set(
-        ylabel="ms a layer call", title=drawable(f"time: median and quartiles, link {measured[0].link}"), ylim=(0, None)
+        ylabel="ms per layer call",
+        title=drawable(f"time: median and quartiles, link {measured[0].link}"),
+        ylim=(0, None),
     )
     memory.set(ylabel="1 = the rows that a rank sends", title="memory: peak; dotted: kept", ylim=(0, None))
     ticks = sorted({chunks for curve in curves.values() for chunks, _ in curve})
@@ -233,7 +233,6 @@ def draw(options: argparse.Namespace, measured: list[Measured]) -> None:
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
     files.write_figure(Path(options.png), figure, "--png")
-    pyplot.close(figure)
 
 
 def _draw_curve(times: Any, memory: Any, curve: list[tuple[int, Measured]], color: str, label: str) -> None:

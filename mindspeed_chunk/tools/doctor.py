@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from mindspeed_chunk import copies
+from mindspeed_chunk.output import console
+from mindspeed_chunk.output import markdown as table_of
 from mindspeed_chunk.tools import environment, host_probe
-from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser
 
 _TIMEOUT = 600  # seconds; a host on a network drive imports slowly
@@ -49,15 +50,13 @@ def markdown() -> str:
     """One row a patch, for `patches/README.md`."""
     from mindspeed_chunk.patches import PATCHES
 
-    def cell(text: str) -> str:
-        return text.replace("|", "\\|")
-
-    rows = ["| patch | target | hosts | expects | why | until |", "|---|---|---|---|---|---|"]
-    for patch in PATCHES:
-        target = f"`{patch.module}`: {patch.target}"
-        cells = (patch.name, target, patch.hosts, patch.expects, patch.why, patch.until)
-        rows.append(f"| {' | '.join(map(cell, cells))} |")
-    return "\n".join(rows)
+    return table_of(
+        ("patch", "target", "hosts", "expects", "why", "until"),
+        [
+            (each.name, f"`{each.module}`: {each.target}", each.hosts, each.expects, each.why, each.until)
+            for each in PATCHES
+        ],
+    )
 
 
 def examine() -> dict:
@@ -221,12 +220,9 @@ def show(report: dict) -> None:
     screen.print(facts)
     colours = {APPLIED: "green", READY: "green", DRIFTED: "red", host_probe.UNKNOWN: "red"}
     if report["patches"]:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in ("patch", "state", "detail"):
-            table.add_column(heading)
+        table = Table("patch", "state", "detail", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for patch in report["patches"]:
-            state = Text(patch["state"], colours.get(patch["state"], ""))
-            table.add_row(patch["name"], state, patch["detail"])
+            table.add_row(patch["name"], Text(patch["state"], colours.get(patch["state"], "")), patch["detail"])
         screen.print()
         screen.print(table)
     screen.print()

@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from mindspeed_chunk.config import ConfigError
+
 # tells the ranks which ends of links can be limited: "namespace/device,..."
 ENDS = "MINDSPEED_CHUNK_LINK_ENDS"
 _BURST = "1mb"
@@ -22,7 +24,7 @@ _LATENCY = "100ms"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
-class LinkError(RuntimeError):
+class LinkError(ConfigError):
     """The link cannot be had on this machine; the message says why."""
 
 

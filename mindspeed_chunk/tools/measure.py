@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mindspeed_chunk.observe import Event
 
 GATHER, REDUCE_SCATTER = "gather", "reduce-scatter"
 _KINDS = {"_allgather_base_": GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
@@ -72,3 +75,10 @@ class Collectives(TorchDispatchMode):
             self.calls[kind, ranks] += 1
             self.nbytes[kind, ranks] += (output if kind == GATHER else source).nbytes
         return func(*args, **(kwargs or {}))
+
+
+def sent_to_others(events: Iterable[Event]) -> int:
+    """Bytes of rows that this rank sends to others in the all-to-alls among the events."""
+    rank = dist.get_rank()
+    details = [event.detail for event in events if event.kind == "all_to_all"]
+    return sum((sum(each["send"]) - each["send"][rank]) * each["row_bytes"] for each in details)

@@ -12,19 +12,23 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from mindspeed_chunk import files
 from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.output import console, terminal
+from mindspeed_chunk.planner import tables
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import DEVICES, load_device
 from mindspeed_chunk.planner.model import BUILT_IN, load_model
 from mindspeed_chunk.planner.page import page
-from mindspeed_chunk.planner.precision import DEFAULT_RECIPE, RECIPES
+from mindspeed_chunk.planner.precision import DEFAULT_RECIPE
 from mindspeed_chunk.planner.report import make_report
 from mindspeed_chunk.planner.setting import Job, check_job
-from mindspeed_chunk.tools.output import console
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.plan_tables import print_report
 
 _SAMPLES_PER_RANK = 4
 _MOST_DEVICES = 16384
@@ -56,6 +60,23 @@ def main() -> int:
     else:
         print_report(report, console(), everything=options.all)
     return 0 if report["recommendation"]["fits"] else 1
+
+
+def print_report(report: dict[str, Any], screen: Console, *, everything: bool) -> None:
+    """The recommendation, its reasons and yaml; with `everything` all tables."""
+    recommendation = report["recommendation"]
+    for line in tables.job_lines(report["job"]):
+        screen.print(line, highlight=False)
+    screen.print(terminal(tables.settings(recommendation)))
+    for sentence in recommendation["why"]:
+        screen.print(f"- {sentence}", highlight=False)
+    screen.print(terminal(tables.layouts(report["layouts"])))
+    behind = tables.details(report) if everything else ()
+    for table in (*tables.chunks(report["chunks"], everything=everything), *behind):
+        screen.print(terminal(table))
+    if report["yaml"]:
+        screen.print("\nfor the yaml of MindSpeed-MM:\n", highlight=False)
+        screen.print(report["yaml"], highlight=False, soft_wrap=True)
 
 
 def _parser() -> Parser:

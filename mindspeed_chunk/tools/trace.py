@@ -19,39 +19,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from mindspeed_chunk import files
-from mindspeed_chunk.command import run, variable
+from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.output import terminal, wide_console
 from mindspeed_chunk.tools import trace_files
-from mindspeed_chunk.tools.bench_cases import Case, CaseError, build, parse
-from mindspeed_chunk.tools.bench_layer import Layer, ValuesDiffer, add_layer_options, problem_of
-from mindspeed_chunk.tools.bench_report import wide_console
-from mindspeed_chunk.tools.link import LinkError
+from mindspeed_chunk.tools.bench_cases import Case, build, parse
+from mindspeed_chunk.tools.bench_layer import Layer
+from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.ranks import is_rank, launch
-from mindspeed_chunk.tools.trace_record import Record, summarise
+from mindspeed_chunk.tools.trace_record import Record
 from mindspeed_chunk.wording import shortened
 
 _WARM_UP, _MOST_CALLS = 2, 1000
+_ENDINGS = (".html", ".json", ".png")
 
 
 def main() -> int:
-    parser = _parser()
-    options = parser.parse_args()
-    if is_rank():
-        options.ranks = variable("WORLD_SIZE", 1)
-    problem = problem_of(options) or _problem(options)
-    if problem:
-        parser.error(problem)
-    if is_rank():
-        return _rank_main(options)
-    try:
-        return launch("mindspeed_chunk.tools.trace", sys.argv[1:], options.ranks, options.link)
-    except LinkError as error:
-        parser.error(str(error))
+    return run_on_ranks(_parser(), "mindspeed_chunk.tools.trace", _check, _on_rank)
 
 
 def _parser() -> Parser:
@@ -63,52 +49,43 @@ def _parser() -> Parser:
     return parser
 
 
-def _problem(options: argparse.Namespace) -> str | None:
+def _check(options: argparse.Namespace) -> dict[str, str]:
+    check_layer(options)
+    check_range(options, {"calls": (1, _MOST_CALLS)})
     try:
-        if parse(options.case) is None:
-            return f"--case {options.case}: it has no schedule to show; use schedule:N[:mode], such as rolling:4"
-        check_range(options, {"calls": (1, _MOST_CALLS)})
-    except CaseError as error:
-        return f"--{error}"
+        parsed = parse(options.case)
     except ConfigError as error:
-        return str(error)
+        raise ConfigError(f"--{error}") from None
+    if parsed is None:
+        rule = "it has no schedule to show; use schedule:N[:mode], such as rolling:4"
+        raise ConfigError(f"--case {options.case}: {rule}")
     if options.out.endswith("/") or os.path.isdir(options.out):
-        return f"--out {shortened(options.out)}: is a folder; add the beginning of the files' names"
-    folder = os.path.dirname(options.out) or "."
-    return None if os.path.isdir(folder) else f"--out {shortened(options.out)}: there is no folder {shortened(folder)}"
+        raise ConfigError(f"--out {shortened(options.out)}: is a folder; add the beginning of the files' names")
+    for ending in _ENDINGS:
+        check_file("--out", options.out + ending)
+    return {}
 
 
-def _rank_main(options: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def _on_rank(options: argparse.Namespace) -> None:
     layer, case = Layer(options, dist.group.WORLD), build(options.case)
-    try:
-        layer.check([case])
-    except ValuesDiffer as error:
-        if dist.get_rank() == 0:
-            print(f"error: {error}; nothing is shown", file=sys.stderr)
-        destroy()
-        return 1
+    layer.check([case])
     for _ in range(_WARM_UP):
         layer.run(case)
     calls = [record_call(layer, case) for _ in range(options.calls)]
     by_rank = _gather([dataclasses.asdict(call) for call in calls])
     if dist.get_rank() == 0:
         _write(options, _middle([[Record.read(told) for told in rank] for rank in by_rank]))
-    dist.barrier()
-    destroy()
-    return 0
 
 
 def record_call(layer: Layer, case: Case) -> Record:
     """One call, all ranks starting together."""
     record = Record(dist.get_rank())
     dist.barrier()
-    with case.around, torch.set_grad_enabled(not layer.forward_only):
-        with record.direction("forward"):
+    with layer.around(case):
+        with record.watch("forward"):
             out_TH = layer.forward(case)
         if not layer.forward_only:
-            with record.direction("backward"):
+            with record.watch("backward"):
                 layer.backward(out_TH)
     dist.barrier()  # no transfer is under way any more
     return record
@@ -129,41 +106,23 @@ def _gather(told: object) -> list:
 def _middle(by_rank: list[list[Record]]) -> list[Record]:
     """Of the calls the median one, by its slowest rank: the records of all ranks."""
     calls = [list(records) for records in zip(*by_rank, strict=True)]
-
-    def slowest(records: list[Record]) -> float:
-        return max(record.directions[-1][2] - record.directions[0][1] for record in records)
-
-    return sorted(calls, key=slowest)[len(calls) // 2]
+    return sorted(calls, key=lambda records: max(record.seconds for record in records))[len(calls) // 2]
 
 
 def _write(options: argparse.Namespace, records: list[Record]) -> None:
     title = f"{options.case}, {options.ranks} ranks, link {options.link or 'not limited'}, routing {options.routing}"
     sizes = f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, top {options.top_k}"
-    written = [f"{options.out}.html", f"{options.out}.json"]
+    *written, picture = (options.out + ending for ending in _ENDINGS)
     files.write(Path(written[0]), trace_files.page(f"One MoE layer: {title}", sizes, records), "--out")
     files.write(Path(written[1]), json.dumps(trace_files.chrome(records)) + "\n", "--out")
     console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     else:
-        written.append(f"{options.out}.png")
-        trace_files.draw(title, records[0], written[-1])
-    console.print(_table(title, records))
+        trace_files.draw(title, records[0], picture)
+        written.append(picture)
+    console.print(terminal(trace_files.summary_table(title, records)))
     console.print("written:", ", ".join(written))
-
-
-def _table(title: str, records: list[Record]) -> Table:
-    table = Table(
-        title=title,
-        caption="ms; simulated: the same schedule with the measured costs, launches and all that is not an action free",
-    )
-    table.add_column("rank, direction", no_wrap=True)
-    for name in trace_files.COLUMNS:
-        table.add_column(name, justify="right")
-    for record in records:
-        for summary in summarise(record):
-            table.add_row(f"{record.rank}, {summary.direction}", *trace_files.cells(summary))
-    return table
 
 
 if __name__ == "__main__":

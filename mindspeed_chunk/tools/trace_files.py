@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_chunk import files
-from mindspeed_chunk.tools.output import drawable
+from mindspeed_chunk.output import Table, drawable, markup
+from mindspeed_chunk.output import page as whole_page
 from mindspeed_chunk.tools.trace_record import (
     COMPUTE,
-    WAIT,
     Record,
     Span,
-    Summary,
     lay_out,
-    simulate_record,
-    simulated_spans,
+    lay_out_simulated,
     summarise,
 )
 
-COLUMNS = ("total", "compute", "on the wire", "exposed", "hidden", "plan", "simulated", "simulated exposed")
 # one a chunk, in turn; dark enough for white letters
 _COLOURS = ("#2563a8", "#b3541e", "#2e7d4f", "#8a3b8f", "#7a6a00", "#00788c", "#a3324a", "#55606e")
 _EXPOSED, _OTHER = "#e11d1d", "#b8bec6"
@@ -44,47 +42,41 @@ class Row(NamedTuple):
     spans: list[Span]
 
 
-def cells(summary: Summary) -> list[str]:
-    """The values of `COLUMNS`."""
-    ms = [
-        summary.total,
-        summary.compute,
-        summary.communication,
-        summary.exposed,
-        summary.plan,
-        summary.simulated,
-        summary.simulated_exposed,
-    ]
-    told = [f"{1e3 * seconds:.2f}" for seconds in ms]
-    return [*told[:4], f"{summary.hidden_share:.0%}", *told[4:]]
-
-
 def rows(spans: list[Span], prefix: str = "") -> list[Row]:
     """By lane: compute first, then the wire's."""
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != COMPUTE, lane))
     return [Row(prefix + lane, [span for span in spans if span.lane == lane]) for lane in lanes]
 
 
+def _lanes(record: Record) -> list[Row]:
+    """Measured ones, and simulated ones below them."""
+    return rows(measured_spans(record)) + rows(simulated_spans(record), "simulated ")
+
+
+def measured_spans(record: Record) -> list[Span]:
+    return [span for one in record.passes for span in lay_out(one)]
+
+
+def simulated_spans(record: Record) -> list[Span]:
+    return [span for one in record.passes for span in lay_out_simulated(one)]
+
+
 def colour(span: Span) -> str:
     """Waiting for rows stands out; a chunk keeps its colour over all actions."""
-    if span.kind == WAIT and span.chunk is not None:
+    if span.exposed:
         return _EXPOSED
     if span.chunk is None or span.kind == "launch":
         return _OTHER
     return _COLOURS[span.chunk % len(_COLOURS)]
 
 
-def begin_of(records: list[Record]) -> float:
-    return min(record.directions[0][1] for record in records)
-
-
 def chrome(records: list[Record]) -> dict:
     """One process a rank, one thread a lane, a counter of chunks; then the simulations, a process each. In microseconds
     from the first rank's begin.
     """
-    zero, events = begin_of(records), []
+    zero, events = min(record.begin for record in records), []
     for record in records:
-        events += _process(2 * record.rank, f"rank {record.rank}", lay_out(record), zero)
+        events += _process(2 * record.rank, f"rank {record.rank}", measured_spans(record), zero)
         events += [
             {
                 "ph": "C",
@@ -93,11 +85,11 @@ def chrome(records: list[Record]) -> dict:
                 "ts": 1e6 * (end - zero),
                 "args": {"in flight": in_flight, "own buffers": owners},
             }
-            for _, end, in_flight, owners in record.actions
+            for one in record.passes
+            for _, end, in_flight, owners in one.actions
         ]
     for record in records:
-        simulated = simulated_spans(simulate_record(record))
-        events += _process(2 * record.rank + 1, f"rank {record.rank}, simulated", simulated, zero)
+        events += _process(2 * record.rank + 1, f"rank {record.rank}, simulated", simulated_spans(record), zero)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -107,12 +99,11 @@ def _process(pid: int, name: str, spans: list[Span], zero: float) -> list[dict]:
     for tid, row in enumerate(rows(spans)):
         events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row.title}})
         for span in row.spans:
-            exposed = span.kind == WAIT and span.chunk is not None
             events.append(
                 {
                     "ph": "X",
                     "name": span.name,
-                    "cat": "exposed communication" if exposed else span.kind,
+                    "cat": "exposed communication" if span.exposed else span.kind,
                     "pid": pid,
                     "tid": tid,
                     "ts": 1e6 * (span.start - zero),
@@ -125,32 +116,40 @@ def _process(pid: int, name: str, spans: list[Span], zero: float) -> list[dict]:
 
 def page(title: str, sizes: str, records: list[Record]) -> str:
     """HTML without a reference to anything outside of it."""
-    parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(sizes)}</p>", _summary_table(records), _key(records)]
+    parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(sizes)}</p>", markup(summary_table("", records))]
+    parts.append(_key(records))
     for record in records:
-        measured = rows(lay_out(record))
-        simulated = rows(simulated_spans(simulate_record(record)), "simulated ")
-        parts.append(f"<h2>Rank {record.rank}</h2>{_drawing(measured + simulated, record)}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+        parts.append(f"<h2>Rank {record.rank}</h2>{_drawing(record)}")
+    return whole_page(title, _STYLE, "".join(parts))
 
 
-def _summary_table(records: list[Record]) -> str:
-    lines = ["<table><tr><th>ms</th>", *(f"<th>{name}</th>" for name in COLUMNS), "</tr>"]
-    for record in records:
-        for summary in summarise(record):
-            told = "".join(f"<td>{cell}</td>" for cell in cells(summary))
-            lines.append(f"<tr><td>rank {record.rank}, {summary.direction}</td>{told}</tr>")
-    return "".join(lines) + (
-        "</table><p>Exposed: computation waits for rows. Hidden: the share of the time with rows on the wire that is "
-        "not exposed. Simulated: the same schedule with the measured costs; launches, and all that is not an action of "
-        "the schedule, are free there.</p>"
-    )
+def summary_table(title: str, records: list[Record]) -> Table:
+    """A row for each rank and direction."""
+    return Table.of(
+        title,
+        [{"of": f"{record.rank}, {one.name}", **each._asdict(), "hidden": each.hidden_share}
+         for record in records for one in record.passes for each in (summarise(one),)],
+        ("rank, direction", "of"),
+        ("total", _ms("total")),
+        ("compute", _ms("compute")),
+        ("on the wire", _ms("communication")),
+        ("exposed", _ms("exposed")),
+        ("hidden", lambda each: f"{each['hidden']:.0%}"),
+        ("plan", _ms("plan")),
+        ("simulated", _ms("simulated")),
+        ("simulated exposed", _ms("simulated_exposed")),
+        note="All times in ms. Exposed: computation waits for rows. Hidden: the share of the time with rows on the "
+        "wire that is not exposed. Simulated: the same schedule with the measured costs; launches, and all that is not "
+        "an action of the schedule, are free there.",
+    )  # fmt: skip
+
+
+def _ms(key: str) -> Callable[[dict], str]:
+    return lambda each: f"{1e3 * each[key]:.2f}"
 
 
 def _key(records: list[Record]) -> str:
-    chunks = sorted({span.chunk for span in lay_out(records[0]) if span.chunk is not None})
+    chunks = sorted({span.chunk for span in measured_spans(records[0]) if span.chunk is not None})
     named = [(_COLOURS[chunk % len(_COLOURS)], f"chunk {chunk}") for chunk in chunks]
     named += [(_EXPOSED, "exposed communication"), (_OTHER, "launches, plan, rest")]
     marks = "".join(f'<span class="key" style="background: {shade}"></span>{text}' for shade, text in named)
@@ -160,7 +159,8 @@ def _key(records: list[Record]) -> str:
     )
 
 
-def _drawing(drawn: list[Row], record: Record) -> str:
+def _drawing(record: Record) -> str:
+    drawn = _lanes(record)
     begin, end = _extent(drawn, record)
     scale = (_PAGE_WIDTH - _LABEL_WIDTH) / (end - begin)
     height = len(drawn) * (_ROW + _GAP) + 30
@@ -171,10 +171,10 @@ def _drawing(drawn: list[Row], record: Record) -> str:
         parts += [_box(span, _LABEL_WIDTH + (span.start - begin) * scale, span.length * scale, top, begin)
                   for span in row.spans]  # fmt: skip
     bottom = len(drawn) * (_ROW + _GAP)
-    for name, start, _ in record.directions:
-        x = _LABEL_WIDTH + (start - begin) * scale
+    for one in record.passes:
+        x = _LABEL_WIDTH + (one.begin - begin) * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom + 10}" stroke="#1c2733" stroke-width="1"/>')
-        parts.append(f'<text x="{x + 4:.1f}" y="{bottom + 12}">{name}, {1e3 * (start - begin):.1f} ms</text>')
+        parts.append(f'<text x="{x + 4:.1f}" y="{bottom + 12}">{one.name}, {1e3 * (one.begin - begin):.1f} ms</text>')
     parts.append(
         f'<text x="{_PAGE_WIDTH}" y="{bottom + 12}" text-anchor="end">{1e3 * (end - begin):.1f} ms</text></svg>'
     )
@@ -193,20 +193,17 @@ def _box(span: Span, x: float, width: float, top: float, begin: float) -> str:
 
 
 def _extent(drawn: list[Row], record: Record) -> tuple[float, float]:
-    begin = record.directions[0][1]
-    return begin, max(record.directions[-1][2], *(span.end for row in drawn for span in row.spans))
+    return record.begin, max(record.passes[-1].end, *(span.end for row in drawn for span in row.spans))
 
 
 def draw(title: str, record: Record, path: str) -> None:
     """One rank as a PNG: measured lanes, and simulated ones below them."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = rows(lay_out(record)) + rows(simulated_spans(simulate_record(record)), "simulated ")
+    drawn = _lanes(record)
     begin, end = _extent(drawn, record)
-    figure, axes = pyplot.subplots(figsize=(14, 1.8 + 0.45 * len(drawn)), layout="constrained")
+    figure = Figure(figsize=(14, 1.8 + 0.45 * len(drawn)), layout="constrained")
+    axes = figure.subplots()
     for number, row in enumerate(drawn):
         bars = [(1e3 * (span.start - begin), 1e3 * span.length) for span in row.spans]
         axes.broken_barh(
@@ -215,16 +212,16 @@ def draw(title: str, record: Record, path: str) -> None:
         for span, (left, width) in zip(row.spans, bars):
             if width > 4e-3 * 1e3 * (end - begin) * len(span.name):
                 axes.text(left + width / 2, number, span.name, color="white", fontsize=7, ha="center", va="center")
-    for _, start, _ in record.directions:
-        axes.axvline(1e3 * (start - begin), color="black", linewidth=0.8)
+    for one in record.passes:
+        axes.axvline(1e3 * (one.begin - begin), color="black", linewidth=0.8)
     axes.set_yticks(range(len(drawn)), [row.title for row in drawn])
     axes.invert_yaxis()
     told = "\n".join(
-        f"{each.direction} {1e3 * each.total:.1f} ms, exposed {1e3 * each.exposed:.1f} ms (red), "
+        f"{one.name} {1e3 * each.total:.1f} ms, exposed {1e3 * each.exposed:.1f} ms (red), "
         f"hidden {each.hidden_share:.0%}, simulated {1e3 * each.simulated:.1f} ms"
-        for each in summarise(record)
+        for one in record.passes
+        for each in (summarise(one),)
     )
     axes.set(xlabel="ms", xlim=(0, 1e3 * (end - begin)), title=f"{drawable(title)}, rank {record.rank}\n{told}")
     axes.title.set_fontsize(10)
     files.write_figure(Path(path), figure, "--out")
-    pyplot.close(figure)

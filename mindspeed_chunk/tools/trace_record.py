@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 
-from mindspeed_chunk.moe.schedule import KINDS, Action, Schedule, Timeline, simulate
+from mindspeed_chunk.moe.schedule import KINDS, Action, Timeline, simulate
 from mindspeed_chunk.observe import Event, observe
+from mindspeed_chunk.tools.measure import sent_to_others
 
 COMPUTE, WIRE = "compute", "wire"
 WAIT, PLAN = "wait", "plan"
@@ -43,60 +45,72 @@ class Transfer:
 
 
 @dataclass
-class Record:
-    """One call on one rank.
+class Pass:
+    """The forward or the backward of a call on one rank.
 
     Attributes:
-        directions: name, begin and end of the forward and of the backward.
         actions: name, end, chunks in flight and chunks that own buffers after it.
     """
 
+    name: str
+    begin: float
+    end: float
+    actions: list[tuple[str, float, int, int]]
+    transfers: list[Transfer]
+
+
+@dataclass
+class Record:
+    """One call on one rank."""
+
     rank: int
-    directions: list[tuple[str, float, float]] = field(default_factory=list)
-    actions: list[tuple[str, float, int, int]] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
     @classmethod
     def read(cls, told: dict) -> Record:
         """Back from `dataclasses.asdict`, JSON or not."""
-        transfers = [
-            Transfer(**{**each, "waits": [(begin, end) for begin, end in each["waits"]]}) for each in told["transfers"]
+        passes = [{**each, "transfers": [Transfer(**one) for one in each["transfers"]]} for each in told["passes"]]
+        return cls(told["rank"], [Pass(**each) for each in passes])
+
+    @property
+    def begin(self) -> float:
+        return self.passes[0].begin
+
+    @property
+    def seconds(self) -> float:
+        return self.passes[-1].end - self.begin
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[None]:
+        """Record what happens in the block as the pass of this name."""
+        transfers: list[Transfer] = []
+        with observe() as events:
+            watching: dict[str, Any] = {each: _watching(each, events, transfers) for each in _WATCHED}
+            with mock.patch.multiple(dist, **watching):
+                begin = time.perf_counter()
+                yield
+                end = time.perf_counter()
+        actions = [
+            (event.name, event.time, event.detail["in_flight"], event.detail["owners"])
+            for event in events
+            if event.kind == "action"
         ]
-        return cls(told["rank"], list(map(tuple, told["directions"])), list(map(tuple, told["actions"])), transfers)
+        self.passes.append(Pass(name, begin, end, actions, transfers))
 
-    @contextmanager
-    def direction(self, name: str) -> Iterator[None]:
-        """Record what happens in the block under this name."""
-        with observe() as events, self._watch(events):
-            begin = time.perf_counter()
-            yield
-            end = time.perf_counter()
-        self.directions.append((name, begin, end))
-        for event in events:
-            if event.kind == "action":
-                self.actions.append((event.name, event.time, event.detail["in_flight"], event.detail["owners"]))
 
-    @contextmanager
-    def _watch(self, events: list) -> Iterator[None]:
-        originals = {name: getattr(dist, name) for name in _WATCHED}
-        for name, kind in _WATCHED.items():
-            setattr(dist, name, self._watching(originals[name], kind, events))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+def _watching(function: str, events: list[Event], transfers: list[Transfer]) -> Callable:
+    original, kind = getattr(dist, function), _WATCHED[function]
 
-    def _watching(self, original: Callable, kind: str, events: list[Event]) -> Callable:
-        def launch(*args, **kwargs):
-            # whoever launches has just told what for
-            event = next((event for event in reversed(events) if event.kind == kind), None)
-            transfer = Transfer(event.name if event else kind, _sent(event), time.perf_counter())
-            self.transfers.append(transfer)
-            work = original(*args, **kwargs)
-            return None if work is None else _Watched(work, transfer)
+    def launch(*args, **kwargs):
+        # the caller has just emitted what it launches for
+        event = next((event for event in reversed(events) if event.kind == kind), None)
+        name, sent = (event.name, sent_to_others([event])) if event else (kind, 0)
+        transfer = Transfer(name, sent, time.perf_counter())
+        transfers.append(transfer)
+        work = original(*args, **kwargs)
+        return None if work is None else _Watched(work, transfer)
 
-        return launch
+    return launch
 
 
 class _Watched:
@@ -120,12 +134,6 @@ class _Watched:
             self._transfer.end = time.perf_counter()
 
 
-def _sent(event: Event | None) -> int:
-    if event is None or "send" not in event.detail:
-        return 0
-    return (sum(event.detail["send"]) - event.detail["send"][dist.get_rank()]) * event.detail["row_bytes"]
-
-
 class Span(NamedTuple):
     """A stretch of a lane. `kind`: an action's letter, "launch", "wait", "plan" or "rest"."""
 
@@ -140,20 +148,22 @@ class Span(NamedTuple):
     def length(self) -> float:
         return self.end - self.start
 
+    @property
+    def exposed(self) -> bool:
+        """Whether computation waits for rows."""
+        return self.kind == WAIT and self.chunk is not None
 
-def lay_out(record: Record) -> list[Span]:
+
+def lay_out(one: Pass) -> list[Span]:
     """One compute lane, and as many wire lanes as there were transfers at once; spans of a lane do not overlap."""
-    spans = [span for name, begin, end in record.directions for span in _compute(record, begin, end)]
-    return [*spans, *_wire(record.transfers)]
+    return [*_compute(one), *_wire(one.transfers)]
 
 
-def _compute(record: Record, begin: float, end: float) -> Iterator[Span]:
-    plan = next((each.launch for each in record.transfers if each.name == PLAN and begin <= each.launch <= end), begin)
-    if plan > begin:
-        yield Span(COMPUTE, PLAN, PLAN, None, begin, plan)
-    waits = sorted((*wait, each.name) for each in record.transfers for wait in each.waits)
-    cursor = plan
-    for name, stop, *_ in (action for action in record.actions if begin <= action[1] <= end):
+def _compute(one: Pass) -> Iterator[Span]:
+    cursor = next((each.launch for each in one.transfers if each.name == PLAN), one.begin)
+    yield from _span(PLAN, PLAN, None, one.begin, cursor)
+    waits = sorted((*wait, each.name) for each in one.transfers for wait in each.waits)
+    for name, stop, *_ in one.actions:
         action = _action(name)
         kind, label = ("launch", f"launch {name}") if action and action.kind in "DC" else (name[:1], name)
         for start, until, awaited in waits:
@@ -163,7 +173,7 @@ def _compute(record: Record, begin: float, end: float) -> Iterator[Span]:
                 cursor = until
         yield from _span(label, kind, action, cursor, stop)
         cursor = stop
-    yield from _span("rest", "rest", None, cursor, end)
+    yield from _span("rest", "rest", None, cursor, one.end)
 
 
 def _span(name: str, kind: str, action: Action | None, start: float, end: float) -> Iterator[Span]:
@@ -191,7 +201,7 @@ def _chunk(action: Action | None) -> int | None:
 
 
 class Summary(NamedTuple):
-    """One direction, in seconds.
+    """One pass, in seconds.
 
     Attributes:
         compute: without waiting.
@@ -202,7 +212,6 @@ class Summary(NamedTuple):
         simulated_exposed: waiting for rows, by the simulator.
     """
 
-    direction: str
     total: float
     compute: float
     communication: float
@@ -217,75 +226,57 @@ class Summary(NamedTuple):
         return 1 - self.exposed / self.communication if self.communication else 1.0
 
 
-class Simulated(NamedTuple):
-    """The same actions in the same order, by the simulator with the measured costs; it starts with the first action."""
+def summarise(one: Pass) -> Summary:
+    spans, timeline = lay_out(one), simulated(one)
+    compute = [span for span in spans if span.lane == COMPUTE]
+    waits = [span for span in compute if span.kind == WAIT]
+    exposed = sum(span.length for span in waits if span.exposed)
+    return Summary(
+        total=one.end - one.begin,
+        compute=sum(span.length for span in compute if span.kind != WAIT),
+        communication=_covered([span for span in spans if span.lane != COMPUTE and span.chunk is not None]),
+        exposed=exposed,
+        plan=sum(span.length for span in waits) - exposed,
+        simulated=timeline.total,
+        simulated_exposed=timeline.exposed,
+    )
 
-    direction: str
-    start: float
-    timeline: Timeline
 
+def simulated(one: Pass) -> Timeline:
+    """The same actions in the same order, by the simulator.
 
-def simulate_record(record: Record) -> list[Simulated]:
-    """Costs: of an action, its measured time without waiting; of an all-to-all, the time from its launch to its end
-    in which none before it was on the wire, so that two at once count as one after the other. Launches are free.
+    Costs: of an action, its measured time without waiting; of an all-to-all, the time from its launch to its end in
+    which none before it was on the wire, so that two at once count as one after the other. Launches are free.
     """
-    spans, found = lay_out(record), []
-    for name, begin, end in record.directions:
-        here = [span for span in spans if begin <= span.start <= end]
-        actions = (_action(action[0]) for action in record.actions if begin <= action[1] <= end)
-        schedule: Schedule = tuple(filter(None, actions))
-        costs = dict.fromkeys(schedule, 0.0)
-        for span in here:
-            if span.lane == COMPUTE and span.chunk is not None and span.kind in KINDS:
-                costs[Action(span.kind, span.chunk)] += span.length
-        busy_until = begin
-        for span in sorted((span for span in here if span.lane != COMPUTE), key=lambda span: span.start):
-            if span.chunk is not None:
-                costs[Action(span.kind, span.chunk)] += max(0.0, span.end - max(span.start, busy_until))
-                busy_until = max(busy_until, span.end)
-        start = next((span.start for span in here if span.kind in KINDS and span.lane == COMPUTE), begin)
-        found.append(Simulated(name, start, simulate(schedule, costs.__getitem__)))
-    return found
+    costs = dict.fromkeys(filter(None, (_action(name) for name, *_ in one.actions)), 0.0)
+    busy_until = one.begin
+    for span in sorted(lay_out(one), key=lambda span: span.start):
+        if span.chunk is None or span.kind not in KINDS:
+            continue
+        action = Action(span.kind, span.chunk)
+        if span.lane == COMPUTE:
+            costs[action] += span.length
+        else:
+            costs[action] += max(0.0, span.end - max(span.start, busy_until))
+            busy_until = max(busy_until, span.end)
+    return simulate(tuple(costs), costs.__getitem__)
 
 
-def simulated_spans(simulated: list[Simulated]) -> list[Span]:
-    """As measured ones; where the compute queue stands still, it waits."""
-    spans = []
-    for _, start, timeline in simulated:
-        cursor = start
-        for (kind, chunk), begin, end in timeline.spans:
-            begin, end = begin + start, end + start
-            if kind in "DC":
-                spans.append(Span(WIRE, f"{kind}{chunk}", kind, chunk, begin, end))
-                continue
-            if begin > cursor:
-                awaited = {"E": f"D{chunk}", "U": f"C{chunk}"}[kind]
-                spans.append(Span(COMPUTE, f"wait {awaited}", WAIT, chunk, cursor, begin))
-            spans.append(Span(COMPUTE, f"{kind}{chunk}", kind, chunk, begin, end))
-            cursor = end
+def lay_out_simulated(one: Pass) -> list[Span]:
+    """As measured ones, from the first action on; where the compute queue stands still, it waits."""
+    first = next((span.start for span in lay_out(one) if span.kind in KINDS and span.lane == COMPUTE), one.begin)
+    spans, cursor = [], first
+    for (kind, chunk), begin, end in simulated(one).spans:
+        begin, end = begin + first, end + first
+        if kind in "DC":
+            spans.append(Span(WIRE, f"{kind}{chunk}", kind, chunk, begin, end))
+            continue
+        if begin > cursor:
+            awaited = {"E": f"D{chunk}", "U": f"C{chunk}"}[kind]
+            spans.append(Span(COMPUTE, f"wait {awaited}", WAIT, chunk, cursor, begin))
+        spans.append(Span(COMPUTE, f"{kind}{chunk}", kind, chunk, begin, end))
+        cursor = end
     return [span for span in spans if span.end > span.start]
-
-
-def summarise(record: Record) -> list[Summary]:
-    spans, summaries = lay_out(record), []
-    for (name, begin, end), (_, _, timeline) in zip(record.directions, simulate_record(record), strict=True):
-        here = [span for span in spans if begin <= span.start <= end]
-        compute = [span for span in here if span.lane == COMPUTE]
-        waits = [span for span in compute if span.kind == WAIT]
-        exposed = sum(span.length for span in waits if span.chunk is not None)
-        summaries.append(
-            Summary(
-                direction=name,
-                total=end - begin,
-                compute=sum(span.length for span in compute if span.kind != WAIT),
-                communication=_covered([span for span in here if span.lane != COMPUTE and span.chunk is not None]),
-                exposed=exposed,
-                plan=sum(span.length for span in waits) - exposed,
-                simulated=timeline.total,
-                simulated_exposed=timeline.exposed,
-            )
-        )
-    return summaries
 
 
 def _covered(spans: list[Span]) -> float:

@@ -28,9 +28,9 @@ from unittest import mock
 
 import yaml
 
+from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.model import BUILT_IN, MODEL_TYPE
-from mindspeed_chunk.planner.precision import RECIPES
 from mindspeed_chunk.tools import plan
 
 COMMAND = "PYTHONPATH=tests python -m soak.plans"

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mindspeed_chunk.moe.packing import packed_bytes
 from mindspeed_chunk.moe.schedule import Schedule, build
 
 _INDEX = 8  # bytes of an int64
 _TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
-_PACKED_ALIGNMENT = 16  # bytes; a packed row ends in a tail of this size, which carries the router weight
 
 
 class ChunkRows(NamedTuple):
@@ -69,6 +69,15 @@ class LayerShape:
     def weight_elements(self) -> int:
         """Elements of the local experts' weights: 3 L H I."""
         return 3 * self.local_experts * self.hidden * self.intermediate
+
+
+def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
+    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward.
+
+    In the backward rows are packed; with "input", the tokens ride with their gradients.
+    """
+    hidden, size = shape.hidden, shape.element_size
+    return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
 
 
 class ExpertMemory(NamedTuple):
@@ -168,11 +177,6 @@ class _Walk:
     def _move(self, name: str, to: str, c: int) -> None:
         self._held[to, c] = self._held.pop((name, c))
 
-    def _packed(self, hidden: int) -> int:
-        """Bytes of a packed row of `hidden` elements; see `moe/packing.py`."""
-        nbytes = hidden * self._shape.element_size
-        return -(-nbytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT + _PACKED_ALIGNMENT
-
     def _arrived(self, c: int, row: int, received: int) -> None:
         """The wait: what was sent goes; the received rows are put in the experts' order through a second buffer."""
         self._free("send", c=c)
@@ -229,9 +233,7 @@ class _Backward(_Walk):
         super().__init__(shape, rows, keep)
         self._hold("kept and output", 0, kept + shape.tokens * self._row)
         self._hold("router gradient", 0, shape.tokens * shape.top_k * shape.element_size)
-        # with "input", the tokens ride with their gradients
-        self._out_row = self._packed(shape.hidden * (2 if keep == "input" else 1))
-        self._back_row = self._packed(shape.hidden)
+        _, self._out_row, self._back_row = row_bytes(shape, keep)
 
     def P(self, c: int, rows: ChunkRows) -> None:
         packed = rows.tokens * self._out_row

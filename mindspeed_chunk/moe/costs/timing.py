@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_chunk.hardware import ALL_TO_ALL, Device, Span, collective_seconds
-from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape, balanced_rows
+from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape, balanced_rows, row_bytes
 from mindspeed_chunk.moe.schedule import Action, Timeline, build, simulate
 
 _TOTAL_SIZE = 4  # bytes of an element of the weight gradients' totals
-_TAIL = 16  # bytes: what a packed row is longer by
 
 
 class ChunkTimes(NamedTuple):
@@ -100,7 +99,7 @@ class _Costs:
         return lambda action: cost_of(action.kind, self.rows[action.chunk])
 
     def forward(self) -> dict[str, Callable[[ChunkRows], float]]:
-        row = self.shape.hidden * self.shape.element_size
+        row, _, _ = row_bytes(self.shape, self.keep)
         return {
             "P": lambda rows: self._moved((rows.tokens + rows.sent) * row),
             "D": lambda rows: self._exchange(rows.sent, rows.received, row),
@@ -110,8 +109,7 @@ class _Costs:
         }
 
     def backward(self) -> dict[str, Callable[[ChunkRows], float]]:
-        row = self.shape.hidden * self.shape.element_size
-        out, back = row * (2 if self.keep == "input" else 1) + _TAIL, row + _TAIL
+        _, out, back = row_bytes(self.shape, self.keep)
         again = 0 if self.keep == "activations" else 4
         return {
             "P": lambda rows: self._moved((rows.tokens + rows.sent) * out),

@@ -1,0 +1,111 @@
+"""Layouts with tensor and pipeline parallelism and a distributed optimizer, as Megatron-LM has them.
+
+memory     weight + gradient bytes stay on every rank, the rest is spread over the data-parallel ranks
+TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward (Shoeybi et al., Megatron-LM,
+           arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same bytes)
+PP         per micro batch T H s to the next stage and back (Narayanan et al., arXiv:2104.04473)
+DP         per step the gradients, reduce-scattered in fp32, and the parameters, gathered in their own format
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, REDUCE_SCATTER
+from mindspeed_chunk.planner.estimate import Estimate, Estimator
+from mindspeed_chunk.planner.layout import Layout, layouts
+from mindspeed_chunk.planner.model import num_by_kind
+from mindspeed_chunk.planner.recommend import best_of
+from mindspeed_chunk.planner.sequence import ulysses_problem
+from mindspeed_chunk.planner.setting import Job, Setting
+from mindspeed_chunk.planner.state import StateBytes
+from mindspeed_chunk.planner.traffic import Collective
+
+MEGATRON = "megatron"
+_MICRO_BATCHES = (1, 2, 4)
+_PAIR = ((1, 4), (2, 8))  # (part of a node that TP takes, PP): the two ways to lay out several nodes that are compared
+
+
+class Megatron(Estimator):
+    """Estimates of settings of this back end; it has no Chunk MoE, so one chunk."""
+
+    def best(self, layout: Layout) -> Estimate:
+        """Of a few micro batches, with and without recompute."""
+        samples = self.job.global_batch // layout.dp
+        sizes = [size for size in _MICRO_BATCHES if samples % size == 0]
+        tried = [
+            Setting(layout=layout, backend=MEGATRON, micro_batch=size, accumulation=samples // size, policy=policy)
+            for size in sizes
+            for policy in ("none", "full")
+        ]
+        return best_of(self.job, list(map(self, tried)))
+
+    def _state(self, layout: Layout) -> StateBytes:
+        recipe, (others, experts) = self.job.recipe, self._elements(layout)
+        spread = recipe.master + recipe.moments
+        optimizer = others * spread // layout.size("dp_cp") + experts * spread // layout.edp
+        return StateBytes((others + experts) * recipe.weight, (others + experts) * recipe.grad, optimizer)
+
+    def _gathered(self, ep: int) -> int:
+        return 0
+
+    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> dict[str, float]:
+        return {}
+
+    def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
+        """TP's, PP's and CP's, and the optimizer's; not the experts'."""
+        job = self.job
+        hidden = tokens * job.model.hidden_size * job.element_size
+        found = []
+        if layout.tp > 1:
+            calls = 4 * (job.model.num_hidden_layers // layout.pp) * passes
+            found.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
+        if layout.pp > 1:
+            found.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
+        found += super()._own_traffic(layout, tokens, passes)
+        for group, elements in zip(("dp_cp", "edp"), self._elements(layout)):
+            if (ranks := layout.size(group)) > 1:
+                found.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
+                found.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
+        return found
+
+    def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
+        return []
+
+    def _elements(self, layout: Layout) -> tuple[int, int]:
+        """On one rank: of everything but the experts, and of these."""
+        others, experts = num_by_kind(self.job.model)
+        return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
+
+
+def pair(job: Job) -> Iterator[tuple[Layout, str | None]]:
+    """The two layouts that are always shown, side by side, each with its problem."""
+    for part, pp in _PAIR:
+        tp = max(1, job.devices_per_node // part)
+        layout = Layout(tp=tp, dp=max(1, job.world // (tp * pp)), pp=pp)
+        if layout.world != job.world:
+            yield layout, f"TP x PP = {tp * pp} does not divide {job.world} ranks"
+        else:
+            yield layout, _problem(job, layout)
+
+
+def possible(job: Job) -> Iterator[Layout]:
+    """All layouts with TP or PP that can run."""
+    model = job.model
+    sizes = {"heads": model.num_attention_heads, "layers": model.num_hidden_layers, "experts": model.num_experts}
+    for layout in layouts(job.world, **sizes):
+        if layout.tp * layout.pp > 1 and _problem(job, layout) is None:
+            yield layout
+
+
+def _problem(job: Job, layout: Layout) -> str | None:
+    model = job.model
+    if model.num_attention_heads % layout.tp or model.moe_intermediate_size % layout.tp:
+        return f"TP={layout.tp} does not divide the attention heads or the experts' width"
+    if layout.tp > job.devices_per_node:
+        return f"TP={layout.tp} is larger than a node"
+    if model.num_hidden_layers % layout.pp:
+        return f"{layout.pp} stages do not divide {model.num_hidden_layers} layers"
+    if job.global_batch % layout.dp:
+        return f"DP={layout.dp} does not divide {job.global_batch} samples"
+    return ulysses_problem(model, layout.cp, job.sequence)

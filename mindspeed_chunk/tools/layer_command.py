@@ -1,0 +1,126 @@
+"""What `bench` and `trace` have in common: the layer's options, their checks, and a process for each rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_chunk.command import variable
+from mindspeed_chunk.config import ConfigError
+from mindspeed_chunk.dist import destroy
+from mindspeed_chunk.tools.bench_layer import TOLERANCES, ValuesDiffer, routing
+from mindspeed_chunk.tools.parser import Parser, check_range
+from mindspeed_chunk.tools.ranks import is_rank, launch
+from mindspeed_chunk.wording import shortened
+
+_LIMITS = {
+    "ranks": (2, 64),
+    "tokens": (1, 2**20),
+    "hidden": (1, 2**16),
+    "intermediate": (1, 2**16),
+    "experts": (1, 2**12),
+    "top_k": (1, 2**12),
+    "shared_expert": (0, 2**16),
+}
+
+
+def run_on_ranks(
+    parser: Parser,
+    module: str,
+    check: Callable[[argparse.Namespace], Mapping[str, str]],
+    on_rank: Callable[[argparse.Namespace], None],
+) -> int:
+    """The exit code of a command that runs `on_rank` on every rank: here, if this process is one, or in new processes.
+
+    Args:
+        module: that runs the command.
+        check: of the options. Returns what the ranks need in their environment; raises ConfigError.
+        on_rank: raises ValuesDiffer on every rank or on none.
+    """
+    options = parser.parse_args()
+    if is_rank():
+        options.ranks = variable("WORLD_SIZE", 1)
+    try:
+        environment = check(options)
+        if not is_rank():
+            return launch(module, sys.argv[1:], options.ranks, options.link, environment)
+    except ConfigError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    code = 0
+    try:
+        on_rank(options)
+    except ValuesDiffer as error:
+        code = 1
+        if dist.get_rank() == 0:
+            print(f"error: {error}; no times are shown", file=sys.stderr)
+    dist.barrier()
+    destroy()
+    return code
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `Layer` reads, and those of the ranks."""
+    parser.add_argument("--ranks", type=int, default=2, help="all in one expert-parallel group (default: 2)")
+    parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
+    parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=256, help="of an expert (default: 256)")
+    parser.add_argument("--experts", type=int, default=16, help="on all ranks together (default: 16)")
+    parser.add_argument("--top-k", type=int, default=4, help="experts per token (default: 4)")
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        metavar="HOW",
+        help="balanced: each token's experts drawn with equal chances; zipf or zipf:EXPONENT: the expert at place n of "
+        "a popularity list, the same on all ranks, with chances as 1 / n^EXPONENT (default exponent: 1); or a FILE of "
+        "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it decides on tokens and top-k",
+    )
+    parser.add_argument(
+        "--shared-expert",
+        type=int,
+        default=0,
+        metavar="WIDTH",
+        help="beside the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
+    )
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
+
+
+def check_layer(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options of which no layer can be made. A recorded routing sets its tokens and top-k."""
+    check_range(options, _LIMITS)
+    if options.experts % options.ranks:
+        raise ConfigError(f"--experts {options.experts}: must be a multiple of --ranks {options.ranks}")
+    if options.top_k > options.experts:
+        raise ConfigError(f"--top-k {options.top_k}: there are {options.experts} experts")
+    needed, there = _least_bytes(options), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"--tokens, --hidden, --intermediate, --experts: the ranks take {needed / 1e9:.0f} GB or more, and this "
+            f"machine has {there / 1e9:.0f} GB; make them smaller"
+        )
+    options.tokens, options.top_k = routing(options, 0, options.ranks).shape
+
+
+def _least_bytes(options: argparse.Namespace) -> int:
+    """Of all ranks: the experts' weights and their gradients, the rows of a call, and the chances of the routing."""
+    size = getattr(torch, options.dtype).itemsize
+    weights = 2 * 3 * options.experts * options.hidden * options.intermediate * size
+    rows = options.tokens * options.top_k * (2 * options.hidden + 3 * options.intermediate) * size
+    return weights + options.ranks * (rows + 8 * options.tokens * options.experts)
+
+
+def check_file(argument: str, path: str) -> None:
+    """Raise ConfigError for a file that cannot be written: better known before the times are taken."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{argument} {shortened(path)}: there is no folder {shortened(folder)}")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigError(f"{argument} {shortened(path)}: cannot be written")
