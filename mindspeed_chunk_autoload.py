@@ -1,7 +1,7 @@
-"""The `torch.backends` entry point, which torch calls at the end of its own import, in every process.
+"""The `torch.backends` entry point, which torch calls at the end of `import torch`, in every process.
 
-It sets hooks on the host's modules and does nothing else. It never raises: `import torch` would fail for everybody.
-That is why it is no part of the package, whose `__init__` would run first: any other file of ours may be damaged.
+It only sets hooks on the host's modules. It never raises, because `import torch` would then fail in every program. So
+it is not part of the package, whose `__init__` would run first: any other file of this project may be damaged.
 `MINDSPEED_CHUNK_DISABLE=1` turns it off, `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns off all such entry points (then
 `mindspeed_chunk.launch` does its work).
 """
@@ -18,11 +18,11 @@ def autoload() -> None:
         from mindspeed_chunk.patches import install
 
         install()
-    except KeyboardInterrupt:  # of the user, who wants to stop
+    except KeyboardInterrupt:  # the user wants to stop
         raise
     except BaseException as error:  # a SystemExit is no Exception
-        # Not a warning, which may be an error. Past the buffer of stderr: what that cannot write, because stderr is
-        # closed, it tries again at the program's end, and changes the exit code.
+        # Not a warning, which may be an error. Without the buffer of stderr: if stderr is closed, the buffer tries
+        # again at the program's end, and changes the exit code.
         with contextlib.suppress(Exception):
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             line = f"mindspeed_chunk is not available: {cause} (the package is {_folder()})\n"

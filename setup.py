@@ -1,6 +1,6 @@
-"""Metadata and packages. `patches/` stands beside the package in the checkout and is installed inside it.
+"""Metadata and packages. `patches/` is next to the package in the checkout, and is installed inside it.
 
-In a checkout the link mindspeed_chunk/patches leads there, for a Python that is started in its root.
+In a checkout the link mindspeed_chunk/patches points to it, for a Python that is started in its root.
 """
 
 import re
@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 PATCHES = "mindspeed_chunk.patches"
 
-# Read as text: importing the package here would need what it depends on.
+# Read as text: importing the package here would need its requirements.
 (VERSION,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mindspeed_chunk" / "__init__.py").read_text(), re.M)
 
 setup(
@@ -24,7 +24,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[
-        # without what the link leads to, which would be there twice
+        # without the target of the link, which would be included twice
         *find_packages(include=["mindspeed_chunk", "mindspeed_chunk.*"], exclude=[PATCHES, f"{PATCHES}.*"]),
         PATCHES,
         *(f"{PATCHES}.{name}" for name in find_packages("patches")),
@@ -40,7 +40,7 @@ setup(
     ],
     entry_points={
         "console_scripts": ["mindspeed-chunk = mindspeed_chunk.tools.__main__:main"],
-        # torch calls these at the end of its own import
+        # torch calls these at the end of `import torch`
         "torch.backends": ["mindspeed_chunk = mindspeed_chunk_autoload:autoload"],
     },
     extras_require={

@@ -2,9 +2,9 @@
 
     python benchmarks/import_cost.py [--runs 21]
 
-Timed inside of the process, after `import torch` without entry points: the difference of two imports of torch, which
-take a hundred times longer, says more about the rest of the machine. Exits with 1 where the median is over 20 ms of
-processor time; time on the clock is printed too.
+It measures inside the process, after `import torch` without entry points. The difference of two imports of torch, which
+take a hundred times longer, would show mostly the rest of the machine. Exits with 1 if the median is over 20 ms of
+processor time; it also prints the time on the clock.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Loss curves of the tiny example: Chunk MoE and ChunkMBS against the plain all-to-all, one factor changed at a time.
+"""Loss curves of the tiny example: Chunk MoE and ChunkMBS compared with the plain all-to-all, one change at a time.
 
     torchrun --nproc_per_node 2 benchmarks/loss_curves.py
     torchrun --nproc_per_node 4 benchmarks/loss_curves.py
     torchrun --nproc_per_node 2 benchmarks/loss_curves.py --steps 20 --only balance --only ChunkMBS
 
-On 4 ranks the two ranks that hold the same experts shard them by FSDP. Each run is compared with the plain all-to-all
-under the same other settings. Exits with 1 where a bound is broken:
+On 4 ranks the two ranks with the same experts shard them by FSDP. Each run is compared with the plain all-to-all with
+the same other settings. Exits with 1 if a limit is exceeded:
 
 * fp32: within 1e-5 relative at each of the first 10 steps;
-* bf16: no further from the plain all-to-all in bf16 than that is from itself in fp32, at the worst of the first 10
-  steps: the two round alike, not equally;
+* bf16: the largest difference of the first 10 steps from the plain all-to-all in bf16 is at most the difference of the
+  plain all-to-all between bf16 and fp32: the two round in a similar, but not in the same way;
 * the loss falls by more than 1.0, and a run with the same seed repeats bit for bit.
 """
 

@@ -1,10 +1,10 @@
-"""Step time of ChunkMBS against gradient accumulation, the same global batch, interleaved in one run.
+"""Step time of ChunkMBS compared with gradient accumulation, with the same global batch, interleaved in one run.
 
     python benchmarks/mbs_speed.py --link 1gbit
 
 Two ranks, one core each, over gloo; with --link in two network namespaces. The tiny example, expert parallelism off, so
 that FSDP2 shards everything over the two ranks. Losses and gradient norms are compared before any time is printed.
-Beside the measured ratio stands what the saved gathers allow: their bytes on the link, at its rate, taken off the step.
+Next to the measured ratio is the expected one: the step without the time of the saved gathers' bytes on the link.
 """
 
 import argparse

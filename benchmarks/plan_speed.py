@@ -1,12 +1,12 @@
-"""The time of N chunks to that of one: as the planner predicts it from measured rates, and as the layer takes it.
+"""The time of N chunks relative to one: as the planner predicts it from measured rates, and as measured.
 
     python benchmarks/plan_speed.py --link 1gbit --device-file device.yaml
 
 Two ranks, one core each, over gloo, in two network namespaces. First the rates are measured: seconds of messages of
-several sizes on the link, operations a second of the experts' matmuls, bytes a second of what is only moved, and what
-Python costs an action. They are written as a device file, read back as `mindspeed-chunk plan` reads one, and give the
-prediction. Then the layer of `mindspeed-chunk bench` is timed, all cases interleaved. Exits with 1 where a ratio is off
-by more than 15 %.
+several sizes on the link, operations per second of the experts' matmuls, bytes per second of data that is only moved,
+and Python's overhead per action. They are written to a device file, which is read in the same way as by
+`mindspeed-chunk plan` and gives the prediction. Then the layer of `mindspeed-chunk bench` is timed, all cases
+interleaved. Exits with 1 if the error of a ratio is more than 15 %.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def message_seconds(rows, hidden):
 
 
 def compute_rates(options, layer):
-    """Operations a second of the experts' matmuls, bytes a second of P, U and SwiGLU, at the middle case's sizes."""
+    """Operations per second of the experts' matmuls, bytes per second of P, U and SwiGLU, for the middle case."""
     tokens = options.tokens // options.chunks[len(options.chunks) // 2]
     x_TH, index_TK, weight_TK = (t.detach()[:tokens] for t in (layer.x_TH, layer.index_TK, layer.weight_TK))
     local = layer.fc1_LHF.shape[0]

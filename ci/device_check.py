@@ -3,11 +3,11 @@
     python ci/device_check.py --device cuda --out DIR      (ci/gpu_check.sh does this)
     python ci/device_check.py --device cpu --out DIR       the same with tiny sizes, to try this script
 
-Values first: every operation of the back end and the whole layer, forward and backward, in bf16 against fp32 on the
-CPU. If one is off, nothing is timed. Then one rank of a layer of Qwen3.5-35B's size, of 8 that all route alike: what
-its collectives would carry is copied on a side stream that is held up for as long as the link would take
-(--gigabytes). Last, with several devices, the layer between them over the real collectives. Prints one table, writes
-DIR/record.json and a profiler trace.
+First it compares every operation of the back end and the whole layer, forward and backward, in bf16 with fp32 on the
+CPU. If a value is wrong, nothing is timed. Then it runs one rank of a layer of Qwen3.5-35B's size, of 8 ranks that all
+have the same routing. The data of its collectives is copied on a side stream, which is blocked for the time that the
+link would take (--gigabytes). Last, with several devices, the layer runs between them with the real collectives. Prints
+one table, and writes DIR/record.json and a profiler trace.
 """
 
 import argparse
@@ -97,15 +97,15 @@ def write(options, record):
 
 
 class Wire:
-    """Stands in for torch.distributed's collectives: all ranks of the group do what this one does.
+    """Replaces torch.distributed's collectives: all ranks of the group do the same as this one.
 
-    Rows are late by what the link would take for them, on a side stream; what arrives is not what was sent.
+    On a side stream, rows are late by the time that the link would take. The data that arrives is not what was sent.
     """
 
     def __init__(self, device):
         self.device, self.rate = device, None
         self.streams: Any = accelerator(device)
-        self.seconds = 0.0  # that the link was held, since somebody set it back
+        self.seconds = 0.0  # how long the link was busy since the last reset
         if self.streams is not None:
             self.side = self.streams.Stream(device)
             self.cycles_a_second = self._calibrate()
@@ -220,7 +220,7 @@ def row(name, seconds, free, on_wire, peak):
 
 
 def measure(step, dispatch, device, repeats):
-    """Seconds of each repeat after one call that is not counted, and the most bytes beside what was there before."""
+    """Seconds of each repeat after one call that is not counted, and the most bytes in addition to those before."""
     streams, seconds = accelerator(device), []
     synchronize = (lambda: None) if streams is None else streams.synchronize
     step(dispatch)

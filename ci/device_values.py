@@ -1,6 +1,6 @@
-"""What device_check.py compares: operations and layers in bf16 on a device with fp32 on the CPU, and the offload.
+"""The comparisons of device_check.py: operations and layers in bf16 on a device with fp32 on the CPU, and the offload.
 
-T tokens, K experts a token, H hidden, R rows, F what fc1 puts out, L experts, S source ranks.
+T tokens, K experts per token, H hidden, R rows, F output columns of fc1, L experts, S source ranks.
 """
 
 import itertools
@@ -165,7 +165,7 @@ def waits(device):
             found = str(error).splitlines()[0]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    what = "waits of the host beside the plan's" + (f": {found}" if found else "")
+    what = "waits of the host other than the plan's" + (f": {found}" if found else "")
     return [{"what": what, "error": float(found is not None), "allowed": 0.0, "right": found is None}]
 
 

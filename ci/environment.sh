@@ -1,4 +1,4 @@
-# Sourced by the scripts that need a virtual environment of their own.
+# Sourced by the scripts that need their own virtual environment.
 #
 #   PYTHON       interpreter to make it from (default: python3)
 #   TORCH_INDEX  package index to take torch from (default: pip's own configuration, which PIP_INDEX_URL also changes)
@@ -30,7 +30,7 @@ make_environment() {
     fi
 }
 
-# make_venv FOLDER: a virtual environment with pip alone; one that is there is kept.
+# make_venv FOLDER: a virtual environment with only pip; an existing one is kept.
 make_venv() {
     local folder=$1 python=${PYTHON:-python3}
     command -v "$python" >/dev/null || fail "$python: not found; install Python 3.10 to 3.13 or set PYTHON"
@@ -43,7 +43,7 @@ make_venv() {
     fi
 }
 
-# beside_package FOLDER: with PACKAGE, go on in a copy of the checkout that lacks the package, FOLDER/checkout. In the
+# beside_package FOLDER: with PACKAGE, continue in a copy of the checkout that lacks the package, FOLDER/checkout. In the
 # checkout's own root Python would import the package from there.
 beside_package() {
     [ -n "${PACKAGE:-}" ] || return 0
@@ -56,7 +56,7 @@ beside_package() {
         fail "python in $copy does not import the installed mindspeed_chunk; unset PYTHONPATH"
 }
 
-# Debian and Ubuntu keep a part of Python's venv in a package of its own.
+# Debian and Ubuntu have a part of Python's venv in a separate package.
 ensure_venv() {
     "$1" -c 'import ensurepip, venv' 2>/dev/null && return
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

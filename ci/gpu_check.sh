@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What this project does on a GPU: values, times, memory; see device_check.py. One GPU, at most 8 minutes, no network.
-# Without one it says so and ends with 0.
+# Checks this project on a GPU: values, times, memory; see device_check.py. It needs one GPU, at most 8 minutes, and no
+# network. Without a GPU it says so and ends with exit code 0.
 #
 #   PYTHON  interpreter of an environment with torch for CUDA and this package (default: python)
 #   OUT     folder for record.json and trace.json (default: outputs/gpu_check)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks on Ascend NPUs, in an environment that has torch_npu and this package's requirements, with CANN's set_env.sh
 # sourced: the all-to-all of HCCL, then values, times and memory of the kernels and of a whole layer. Installs nothing
-# and needs no network. Without an NPU it says so and ends well.
+# and needs no network. Without an NPU it says so and ends with exit code 0.
 #
 #   PYTHON  interpreter (default: python3)
 #   NPUS    how many NPUs take part (default: all that are visible)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the sdist and, from it, the wheel; checks what is in them; then, in an environment that has nothing but the wheel
-# and outside of the checkout: the command line, the README's two commands, and what is left by pip uninstall. The files
-# stay in dist/.
+# Builds the sdist and, from it, the wheel, and checks their content. Then, in an environment with only the wheel and outside
+# the checkout, it checks the command line, the README's two commands, and what pip uninstall leaves. The files stay in
+# dist/.
 #
-#   VENV   folder of the environment, made anew (default: .venv-package); VENV-tools, for building, stands beside it
+#   VENV   folder of the environment, made anew (default: .venv-package); VENV-tools, for building, is next to it
 #   STEPS  training steps of each run of the quickstart (default: 6)
 #   PYTHON, TORCH_INDEX: see environment.sh
 # Arguments go to pytest, in place of a few files of tests.

@@ -3,12 +3,12 @@
 #
 #   VENV           folder of the environment (default: .venv-test)
 #   TORCH_VERSION  default: 2.13.0
-#   CI             if set, the Ascend tests fail where they would be skipped for want of torch_npu's wheel, gcc or binutils
+#   CI             if set, the Ascend tests fail instead of being skipped if torch_npu's wheel, gcc or binutils are missing
 #   WORKERS        tests at a time; default: 2
-#   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run beside the checkout, without lint, format,
-#                  types and the Ascend tests
+#   PYTHON, TORCH_INDEX, PACKAGE: see environment.sh; with PACKAGE the tests run outside the checkout, without lint,
+#                  format, types and the Ascend tests
 # Arguments go to pytest: bash ci/test.sh tests/test_config.py -k warning
-# While you work: -m "not slow" leaves out what takes long and rarely breaks; -n 0, as --pdb needs, is one process.
+# While you work: -m "not slow" leaves out tests that take long and rarely fail; -n 0, which --pdb needs, runs one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh

@@ -1,6 +1,6 @@
-"""Chunk MoE for MindSpeed-MM: the all-to-all of one chunk of tokens runs while the experts of its neighbour compute.
+"""Chunk MoE for MindSpeed-MM: the all-to-all of one chunk of tokens runs while the experts compute the next one.
 
-Importing the package changes nothing and imports neither torch nor the host, nor anything else of its own: every
+Importing the package changes nothing. It imports neither torch nor the host nor its own modules, because every
 `import torch` imports it.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["ChunkMBSConfig", "ChunkMoEConfig", "ConfigError", "__version__"]
 # setup.py reads this line as text.
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # for a checker of types, a name that is not there is an error
+if not TYPE_CHECKING:  # a type checker reports a name that does not exist as an error
 
     def __getattr__(name):
         if name not in __all__:

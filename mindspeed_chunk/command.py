@@ -1,4 +1,4 @@
-"""What every command of the package does alike: what goes wrong with its input or its output is one line."""
+"""The common part of all commands: a fault in the input or the output is reported in one line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from mindspeed_chunk.config import ConfigError
 
 USER_ERROR = 2
-# of a stream: an error about a file has its name
+# errors of a stream; an error about a file has a file name
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 def run(main: Callable[[], int]) -> int:
-    """The exit code of a command whose function is `main`: its own, or 2 after an error of the user's, in one line."""
+    """The exit code of a command with the function `main`: its own, or 2 after a user's error, reported in one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that has not all characters
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack characters
     try:
         try:
             return main()
@@ -33,15 +33,15 @@ def run(main: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
-        if error.errno == errno.EPIPE:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush at exit
+        if error.errno == errno.EPIPE:  # the reader of the output has closed it
             return 128 + signal.SIGPIPE
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return USER_ERROR
 
 
 def variable(name: str, default: int) -> int:
-    """An integer >= 0 in the environment, as torchrun sets them. Raises ConfigError."""
+    """An integer >= 0 in the environment, as torchrun sets it. Raises ConfigError."""
     value = os.environ.get(name, str(default))
     if not (value.isascii() and value.isdigit() and len(value) < 10):
         way_out = "start with torchrun, which sets it, or unset it"

@@ -1,8 +1,8 @@
-"""Whether every rank runs the same configuration, told through a key-value store before the first collective.
+"""Checks that every rank runs the same configuration, through a key-value store, before the first collective.
 
-Ranks whose settings differ make different collectives, and wait for each other without a word. So no collective is made
-here, either: each rank puts its settings into the store of the default process group and, if it asks for it, waits
-until all have. Settings that are equal cost a rank a few small messages to the store, whatever the number of ranks.
+Ranks whose settings differ make different collectives and hang. So the check makes no collective, either: each rank
+puts its settings into the store of the default process group and, if it wants to, waits until all have done so. If all
+settings are equal, a rank sends a few small messages to the store, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspeed_chunk.dist import default_store
 from mindspeed_chunk.wording import SHOWN_CHARS
 
 PATIENCE_S = 60.0
-# The rest of the time is for telling all ranks what has been found.
+# The share of the time for answers; the rest is for reporting the result to all ranks.
 _FOR_ANSWERS = 0.9
 _LONGEST_PAUSE_S = 0.2
 _MOST_SHOWN = 8
@@ -34,17 +34,18 @@ Settings = Mapping[str, Any]
 
 
 def check(settings: Settings, wait: bool, patience_s: float | None = None) -> None:
-    """Tell the other ranks of the default process group this rank's settings, and compare them.
+    """Give the other ranks of the default process group this rank's settings, and compare them.
 
     Args:
-        settings: values by the keys that a user knows. A key that is missing is one that is off: None, False, 0, empty.
-        wait: for the other ranks. A rank that does not wait is compared by those that do.
+        settings: values by the keys that a user knows. A missing key is the same as one that is off: None, False, 0,
+            empty.
+        wait: whether to wait for the other ranks. A rank that does not wait is compared by those that do.
         patience_s: how long; by default `PATIENCE_S`.
 
     Raises:
-        ConfigError: on every rank that waits, the same line: keys that differ with their values and ranks, or ranks
-            that have not answered.
-        Exception: whatever the store raises.
+        ConfigError: on every rank that waits, with the same line: keys that differ with their values and ranks, or
+            ranks that have not answered.
+        Exception: any error of the store.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if size > 1:
@@ -52,7 +53,7 @@ def check(settings: Settings, wait: bool, patience_s: float | None = None) -> No
 
 
 def compare(store: dist.Store, rank: int, size: int, settings: Settings, wait: bool, patience_s: float) -> None:
-    """`check` with a store of the caller's."""
+    """`check` with the caller's store."""
     deadline = time.monotonic() + patience_s
     board = _Board(store, rank, size)
     board.put(settings, wait)
@@ -62,11 +63,12 @@ def compare(store: dist.Store, rank: int, size: int, settings: Settings, wait: b
 
 
 class _Board:
-    """What the ranks have put into the store.
+    """The entries of the ranks in the store.
 
-    A store may outlive a start of the ranks: torchrun restarts them with the one that they had. So counts are kept
-    apart by how often a rank has started. Ranks may disagree on that where an earlier start broke off; what a rank has
-    said last stays under its own key, so that they then wait in vain, but do not take equal settings for different.
+    A store may outlive a start of the ranks: torchrun restarts them with the same store. So counts have the number of
+    the start in their key. If an earlier start failed early, ranks may disagree on this number. The last settings of a
+    rank are under its own key. So ranks may then wait until the time is over, but never report equal settings as
+    different.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -76,7 +78,7 @@ class _Board:
         self._settled = f"{self._start}/settled"
 
     def put(self, settings: Settings, wait: bool) -> None:
-        """All that a rank has to say. The settings themselves are written once, by the first rank that has them."""
+        """Write all entries of this rank. The settings themselves are written once, by the first rank that has them."""
         digest = _digest(settings)
         self._same = f"{self._start}/same {digest}"
         if self._store.add(self._same, 1) == 1:
@@ -86,28 +88,28 @@ class _Board:
             self._store.set(self._settled, "")
 
     def problem(self, answers_s: float, deadline: float) -> str:
-        """What is wrong, the same text on every rank that waits; empty if all ranks are there and the same."""
+        """The problem, the same text on every rank that waits; empty if all ranks have answered with equal settings."""
         if not self._wait_for(self._settled, time.monotonic() + answers_s):
-            self._store.set(self._settled, "")  # the others need not wait any longer, either
+            self._store.set(self._settled, "")  # the others need not wait any longer
         if self._store.add(self._same, 0) == self._size:
             return ""
         verdict = f"{self._start}/verdict"
-        if self._store.add(f"{self._start}/readers", 1) == 1:  # one reads what all have said, and tells the others
+        if self._store.add(f"{self._start}/readers", 1) == 1:  # one rank reads all settings, and reports to the others
             self._store.set(verdict, json.dumps(self._read(answers_s)))
         elif not self._wait_for(verdict, deadline):
-            return "the rank that was to say which keys differ has not done so"
+            return "the rank that compares the settings has not reported which keys differ"
         problem, waiting = json.loads(self._store.get(verdict))
         if problem:
             # the store may end with this rank
-            told = f"{self._start}/told"
+            told = f"{self._start}/read"
             if self._store.add(f"{told} ranks", 1) == waiting:
                 self._store.set(told, "")
             self._wait_for(told, deadline)
         return problem
 
     def _wait_for(self, key: str, deadline: float) -> bool:
-        """Whether the key is there in time. Asked for again and again: a wait of the store's own cannot be interrupted,
-        and writes a warning when it ends."""
+        """Whether the key appears in time. It polls: the store's own wait cannot be interrupted, and writes a warning
+        when it ends."""
         pause_s = 0.001
         while not self._has(key):
             if time.monotonic() > deadline:
@@ -120,7 +122,7 @@ class _Board:
         return self._store.check([key])  # type: ignore[attr-defined,unused-ignore]  # not in torch 2.7.1's types
 
     def _read(self, answers_s: float) -> tuple[str, int]:
-        """What is wrong, and how many ranks wait to hear it."""
+        """The problem, and how many ranks wait for it."""
         ranks: dict[str, list[int]] = {}
         silent, waiting = [], 0
         for rank in range(self._size):
@@ -136,7 +138,7 @@ class _Board:
 
 
 def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answers_s: float) -> str:
-    """How groups of ranks with the same settings differ, and which ranks did not answer; empty if all is well.
+    """How groups of ranks with the same settings differ, and which ranks did not answer; empty if there is no problem.
 
     One line, whose length does not grow with the number of ranks.
     """
@@ -147,7 +149,7 @@ def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answer
         parts.append("start all ranks with the same yaml, arguments, environment and version of the plugin")
     if silent:
         told = f"{_names(silent)}: no answer within {answers_s:.0f} s"
-        cure = "start all ranks at the same time, install the plugin there, unset what turns it off"
+        cure = "start all ranks at the same time, install the plugin there, and do not turn it off"
         parts.append(f"{told}: {cure} (MINDSPEED_CHUNK_DISABLE)")
     return "; ".join(parts)
 
@@ -166,7 +168,7 @@ def _difference(key: str, groups: list[tuple[Settings, list[int]]]) -> str:
 
 
 def _shown(values: list[Any]) -> list[str]:
-    """Each as Python writes it, long ones cut; of lists only what is not in all of them, for names fill many a line."""
+    """Each as Python writes it, long ones shortened; of lists only items that are not in all, since names are long."""
     texts = [repr(value) if value not in (_NOT_SET, "") else _NOT_SET for value in values]
     if all(isinstance(value, list) for value in values):
         own = [[item for item in value if not all(item in other for other in values)] for value in values]
@@ -176,7 +178,7 @@ def _shown(values: list[Any]) -> list[str]:
 
 
 def _names(ranks: list[int]) -> str:
-    """Sorted ranks in words, as "ranks 0-2, 4"; of many only the first."""
+    """Sorted ranks in words, as "ranks 0-2, 4"; if there are many, only the first ones."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -195,7 +197,7 @@ def _first(texts: list[str], what: str) -> list[str]:
 
 
 def _alike(value: Any) -> Any:
-    """The same for all values that mean off: versions of the host fill in different ones for a key that is missing."""
+    """The same for all values that mean off: versions of the host use different ones for a missing key."""
     return value or None
 
 
@@ -205,7 +207,7 @@ def _digest(settings: Settings) -> str:
 
 
 def _text(value: Any) -> str:
-    """The same text for the same value in every process, whatever its hash seed and addresses."""
+    """The same text for the same value in every process, with any hash seed and addresses."""
     return json.dumps(value, sort_keys=True, default=_plain)
 
 
@@ -216,8 +218,8 @@ def _plain(value: Any) -> Any:
 
 
 def flatten(section: object, path: str) -> dict[str, Any]:
-    """The values of a section of a yaml by their paths: of a mapping, a dataclass or a model of pydantic, and of those
-    inside of it."""
+    """The values of a section of a yaml by their paths. A section is a mapping, a dataclass or a model of pydantic, and
+    may contain others."""
     if hasattr(section, "model_dump"):
         section = section.model_dump(warnings=False)
     elif dataclasses.is_dataclass(section):

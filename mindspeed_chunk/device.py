@@ -1,7 +1,7 @@
-"""What differs between devices outside of the kernels: how tensors get to the host and back, beside the computation.
+"""The differences between devices outside the kernels: copies to the host and back that run during the computation.
 
-Accelerators are spoken to through `torch.get_device_module` (torch.cuda, torch.npu). Nothing here is kept by thread:
-there the backward runs in another one.
+Accelerators are used through `torch.get_device_module` (torch.cuda, torch.npu). Nothing here is stored per thread,
+because their backward runs in another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_chunk.dist import DONE, Work
 from mindspeed_chunk.observe import emit
 
 # A decorator: torch.compile traces neither the function nor what it calls. Not torch.compiler.disable, which imports
-# torch._dynamo at once: that takes a second, and here waits for the first call.
+# torch._dynamo immediately: that takes a second. Here it happens in the first call.
 untraced = torch._disable_dynamo
 
 
@@ -27,16 +27,16 @@ def accelerator(device: torch.device) -> ModuleType | None:
 
 
 def generator_states(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """States of torch's default generators that code on the device may draw from: the CPU's, then the device's own.
+    """States of torch's default generators that code on the device may use: the CPU's, then the device's own.
 
-    They are on the host, an accelerator's too: its state is a seed and an offset.
+    They are on the host, also for an accelerator: its state is a seed and an offset.
     """
     own = accelerator(device)
     return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own.get_rng_state(device))
 
 
 def set_generator_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """As `generator_states` returned them."""
+    """Set the states that `generator_states` returned."""
     torch.set_rng_state(states[0])
     own = accelerator(device)
     if own is not None:
@@ -44,7 +44,7 @@ def set_generator_states(states: tuple[torch.Tensor, ...], device: torch.device)
 
 
 def host_buffer(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor on the host, pinned if it is there to be copied to and from an accelerator."""
+    """An empty tensor on the host, pinned if it is for copies to and from an accelerator."""
     return torch.empty(shape, dtype=dtype, pin_memory=accelerator(device) is not None)
 
 
@@ -55,16 +55,16 @@ class Copy:
         self._streams, self._device, self._event = streams, device, event
 
     def wait(self) -> None:
-        """What is queued from now on runs behind the copy."""
+        """Everything queued from now on runs after the copy."""
         self._streams.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Hold up the host until the copy is done; what else is queued runs on."""
+        """Block the host until the copy is done; other queued work continues."""
         self._event.synchronize()
 
 
 class CopyLane:
-    """Copies between host and device beside the computation: on a side stream, or at once where there is none."""
+    """Copies between host and device during the computation: on a side stream, or immediately if there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,11 +73,11 @@ class CopyLane:
 
     @torch.no_grad()
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work = DONE) -> Work:
-        """Start `target.copy_(source)` behind `after` and what is queued now; only the copy waits for that.
+        """Start `target.copy_(source)` after `after` and after all queued work; only the copy waits for these.
 
-        Both tensors, and what `after` reads, must stay until the copy is waited for: to the allocator they belong to
-        the stream they were made on. They are kept, not marked with `record_stream`, which would leave it to chance
-        when their memory can be used again.
+        Both tensors, and the data that `after` reads, must exist until the wait for the copy: for the allocator they
+        belong to the stream on which they were made. They are kept, not marked with `record_stream`. With that the
+        moment at which their memory can be used again would be random.
         """
         if self._streams is None:
             after.wait()
@@ -85,7 +85,7 @@ class CopyLane:
             return DONE
         self._stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._stream):
-            after.wait()  # makes the current stream wait, which is the lane's here
+            after.wait()  # makes the current stream wait, which is this lane's stream
             target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
         return Copy(self._streams, self.device, event)
@@ -93,16 +93,16 @@ class CopyLane:
 
 @functools.cache
 def _lane(device: torch.device) -> CopyLane:
-    """For small copies that somebody waits for; large ones have lanes of their own, not to stand in their way."""
+    """For small copies that the host waits for. Large copies have separate lanes, so that they do not delay these."""
     return CopyLane(device)
 
 
 class HostCopy:
-    """A tensor on its way to the host, once `after` is done. `wait()` returns it there.
+    """A copy of a tensor to the host that starts when `after` is done. `wait()` returns the tensor on the host.
 
-    On an accelerator the copy starts at once, on a side stream, and only it is waited for: kernels queued in the
-    meantime run on. What `after` reads must stay until then. A CPU tensor is its own host copy. It is announced when it
-    is waited for, because that is what a call costs.
+    On an accelerator the copy is queued immediately, on a side stream, and `wait()` waits only for it: kernels that are
+    queued later continue. The data that `after` reads must exist until then. A CPU tensor is its own host copy. The
+    event is emitted by `wait()`, because the wait is the cost of a call.
     """
 
     def __init__(self, tensor: torch.Tensor, name: str, after: Work = DONE) -> None:

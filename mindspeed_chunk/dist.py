@@ -1,7 +1,7 @@
 """Collectives of an expert-parallel group, and the agreement of its ranks.
 
-Everything here is launched in program order on every rank. Errors that one rank finds alone travel to the others
-inside a collective all of them take part in: a rank that raises by itself is a hang for the rest.
+Everything here is launched in program order on every rank. An error that one rank finds is sent to the others in a
+collective in which all of them take part: if a rank alone raises, the others hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_chunk.observe import emit
 # torch 2.13 deprecates the old name in favour of the new one; 2.7 has only the old.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _AGREEMENT_BYTES = 2048
-# A large message takes longer over gloo than its bytes need on the wire, and a few smaller ones do not.
+# Over gloo a large message takes longer than the link needs for its bytes; a few smaller ones do not.
 GLOO_PIECE_BYTES = 2**20
 _MOST_PIECES = 16
 
@@ -36,7 +36,7 @@ DONE: Work = _Done()
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks in `group`; no group means this rank alone, not the world."""
+    """Number of ranks in `group`; no group means this rank alone, not the world."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -45,7 +45,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def default_store() -> dist.Store:
-    """The key-value store behind the default process group. torch has no public name for it, in no version."""
+    """The key-value store of the default process group. No version of torch has a public name for it."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -53,7 +53,7 @@ def all_gather(local: torch.Tensor, group: dist.ProcessGroup | None, name: str) 
     """Launch a gather of contiguous tensors of one size `[n]`; the result is `[ranks, n]`, readable after `wait()`."""
     if group_size(group) == 1:
         return local.view(1, -1), DONE
-    gathered = local.new_empty(group_size(group) * local.numel())  # gloo wants it flat
+    gathered = local.new_empty(group_size(group) * local.numel())  # gloo needs it flat
     emit("all_gather", name, elements=local.numel())
     work = getattr(dist, _ALL_GATHER)(gathered, local.view(-1), group=group, async_op=True)
     return gathered.view(group_size(group), -1), work
@@ -80,14 +80,14 @@ def all_to_all(
 
     Args:
         rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
-        tail: zero rows appended to the result, behind those that arrive.
-        most: the most rows that any rank sends to another one, the same figure on every rank: over gloo, messages of
-            more than `GLOO_PIECE_BYTES` are sent in pieces then, of that size or 16.
+        tail: number of zero rows at the end of the result, after those that arrive.
+        most: the largest number of rows that any rank sends to another one, the same on every rank. Over gloo, messages
+            of more than `GLOO_PIECE_BYTES` are then sent in pieces of that size, but in at most 16.
 
     Returns:
-        The received rows `[sum(recv_splits) + tail, width]`, not to be read before the work's `wait()`, and the work.
-        Without peers this is `rows` itself, unless there is a tail or they are a part of a larger buffer, which would
-        then stay alive with them.
+        The received rows `[sum(recv_splits) + tail, width]`, readable after the work's `wait()`, and the work. Without
+        peers this is `rows` itself, unless there is a tail or `rows` is a part of a larger buffer, which it would keep
+        alive.
     """
     num_received = sum(recv_splits)
     if group_size(group) == 1 and tail == 0 and rows.untyped_storage().nbytes() == rows.nbytes:
@@ -107,7 +107,7 @@ def all_to_all(
 
 
 class _All:
-    """A work that is done when all of several are."""
+    """A work that is done when all of several works are done."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
@@ -126,7 +126,7 @@ def _exchange_in_pieces(
     pieces: int,
     group: dist.ProcessGroup | None,
 ) -> Work:
-    """One exchange as several of a pair of ranks each, in the buffers of the whole: no row is copied for it."""
+    """One exchange as several, each between a pair of ranks, in the same buffers: no row is copied for it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     arrives, leaves, works = arriving.split(recv_splits), rows.split(send_splits), []
     for distance in range(1, size):
@@ -144,10 +144,10 @@ def row_bytes(rows: torch.Tensor) -> int:
 
 
 def check_all_to_all(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """Send known rows there and back through uneven splits, some of them zero; some stacks report success and zeros.
+    """Send known rows there and back with uneven splits, some of them zero. Some stacks report success, but send zeros.
 
     Returns:
-        What is wrong, for `agree` to tell everybody, or None.
+        The fault, which `agree` then reports to all ranks, or None.
     """
     size, rank = group_size(group), group_rank(group)
     sent_to = [(rank + peer) % 3 for peer in range(size)]
@@ -167,9 +167,9 @@ def check_all_to_all(group: dist.ProcessGroup | None, device: torch.device) -> s
 def agree(
     fields: Mapping[str, object], error: str | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Compare `fields` over the group; a mismatch, or an error of any rank, raises one message on all of them.
+    """Compare `fields` over the group; a mismatch, or an error of any rank, raises the same message on all ranks.
 
-    The text of every rank is gathered in a buffer of fixed size, because a gather of unequal sizes aborts on gloo.
+    The texts are gathered in buffers of fixed size, because a gather of unequal sizes aborts on gloo.
 
     Raises:
         ValueError: naming each differing field with its value on each rank, or the ranks with errors and the errors.
@@ -200,11 +200,11 @@ def agree(
 
 
 def destroy() -> None:
-    """Leave all process groups, once gloo's threads have let go of what they carried.
+    """Leave all process groups, after gloo's threads have released their tensors.
 
-    On torch 2.7 a thread that has just finished an exchange may hold the last reference to its tensors, needs the
-    interpreter's lock to release them, and is joined by a destructor that holds that lock: a hang at exit (seen with 4
-    ranks on 2 cores). There is nothing to wait on, so the lock is left to them for a moment.
+    On torch 2.7 a thread that has just finished an exchange may hold the last reference to its tensors. It needs the
+    interpreter's lock to release them, but a destructor that holds this lock joins it: a hang at exit (seen with 4
+    ranks on 2 cores). There is no event to wait for, so the function sleeps for a moment.
     """
     time.sleep(0.1)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Writing a user's file so that nothing is lost: it has its old content or its new one, whole."""
+"""Writes a user's file so that nothing is lost: it has its complete old or its complete new content."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mindspeed_chunk.config import ConfigError
 
 
 def write(path: Path, content: str | bytes, argument: str) -> None:
-    """Make `content` what the file at `path` holds; text is written as UTF-8, line ends as they are.
+    """Write `content` to the file at `path`; text as UTF-8, line ends as they are.
 
-    It is written beside the file, synced, and renamed, so the file's mode stays, its owner where that is allowed, and
-    other hard links of it keep the old content. A symbolic link stays, and the file that it names is replaced. What is
-    no file, such as /dev/stdout, is written to.
+    It is written next to the file, synced, and renamed. So the file's mode stays, its owner if the system allows it,
+    and other hard links of it keep the old content. A symbolic link stays, and the file that it points to is replaced.
+    A path that is not a regular file, such as /dev/stdout, is written directly.
 
-    Raises ConfigError about the `argument`; the file is as it was then.
+    Raises ConfigError about the `argument`; the file is then unchanged.
     """
     try:
         data = content.encode() if isinstance(content, str) else content
@@ -42,13 +42,13 @@ def write(path: Path, content: str | bytes, argument: str) -> None:
                     os.fsync(file.fileno())
                 os.replace(temporary, target)
             _sync_folder(target.parent)
-    except (OSError, ValueError) as error:  # a name may have characters that no file has
+    except (OSError, ValueError) as error:  # a name may have characters that no file name can have
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError.about(argument, str(path), f"cannot be written: {reason}", "give another file") from None
 
 
 def write_figure(path: Path, figure: Any, argument: str) -> None:
-    """A figure of matplotlib's, in the format that the path's ending names, as `write` does."""
+    """Write a figure of matplotlib with `write`, in the format of the path's ending."""
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=120, format=path.suffix.removeprefix(".") or "png")
@@ -59,7 +59,7 @@ def write_figure(path: Path, figure: Any, argument: str) -> None:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[tuple[Path, int]]:
-    """A new file with the rights of the target, open, which is gone afterwards if it has not been renamed."""
+    """A new open file with the rights of the target; it is removed afterwards if it has not been renamed."""
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(0, "it is read-only")
     temporary = target.parent / f".{secrets.token_hex(8)}.tmp"
@@ -76,9 +76,9 @@ def _beside(target: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _stream_of(path: Path) -> Any:
-    """This program's own output, if that is what goes into the file: what it prints later must get there, too."""
+    """This program's own output stream, if the file is that stream: later output must go there, too."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is not a file
             if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
                 return stream
     return None

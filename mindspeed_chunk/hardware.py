@@ -1,17 +1,17 @@
 """A device, its links, and the seconds of a collective on the links that it crosses.
 
-n ranks of a group, d of them on each node it touches, n / d nodes; every device sends on its link inside of the node
-and on its own link between nodes at the same time, and the slower of the two decides. Of the algorithms that send no
-byte between nodes which could stay inside of one, none needs less. For S bytes of the whole tensor (all-to-all: of the
-rows that one rank sends, itself included):
+n ranks of a group, d of them on each node that it uses, n / d nodes. Every device sends on its link inside the node and
+on its own link between nodes at the same time, and the slower of the two decides. No algorithm needs less, among those
+that send between nodes only what cannot stay inside one. For S bytes of the whole tensor (all-to-all: of the rows that
+one rank sends, including those to itself):
 
     all-gather, reduce-scatter   inside  S (d - 1) / d        between  S (1 - d / n) / d
     all-reduce                   twice that
     all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
     point to point               S on the one link
 
-In a gather each device takes in what the devices at its place on the other nodes hold; it then has n / d of the n
-pieces, S / d bytes, and gets the others' S (d - 1) / d inside of its node. A reduce-scatter runs it backwards.
+In a gather each device first receives the pieces of the devices at its position on the other nodes. Then it has n / d
+of the n pieces, S / d bytes, and gets the other S (d - 1) / d bytes inside its node. A reduce-scatter is the reverse.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Link:
     """Between two devices.
 
     Attributes:
-        rate: bytes a second that one device sends.
-        latency: seconds that every message costs besides.
-        measured: (bytes, seconds) of single messages, in order of bytes; between them the time is read off a straight
-            line, beyond them it grows with the last slope and never falls; below the first it is at least that one's
-            share. Takes the place of the other two.
+        rate: bytes per second that one device sends.
+        latency: additional seconds of every message.
+        measured: (bytes, seconds) of single messages, in order of bytes. Between them the time is interpolated
+            linearly. Beyond them it grows with the last slope and never falls. Below the first it is at least that
+            one's share. Replaces the other two.
     """
 
     rate: float
@@ -45,7 +45,7 @@ class Link:
     measured: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, nbytes: float) -> float:
-        """Of one message of `nbytes` bytes; 0 for none."""
+        """Seconds of one message of `nbytes` bytes; 0 for no bytes."""
         if nbytes <= 0:
             return 0.0
         if not self.measured:
@@ -63,11 +63,11 @@ class Device:
 
     Attributes:
         memory: bytes.
-        flops: dense floating-point operations a second by number format; what is missing cannot be computed in.
-        memory_rate: bytes a second.
-        intra: the link inside of a node.
+        flops: dense floating-point operations per second by number format; a missing format is not supported.
+        memory_rate: bytes per second.
+        intra: the link inside a node.
         inter: the link between nodes.
-        call: seconds that every action of a schedule costs besides its work.
+        call: additional seconds of every action of a schedule.
         sources: where the numbers are from.
     """
 
@@ -81,10 +81,10 @@ class Device:
     sources: tuple[str, ...] = ()
 
     def rate(self, dtype: str) -> float:
-        """Operations a second in `dtype`.
+        """Operations per second in `dtype`.
 
         Raises:
-            ConfigError: where the device has none.
+            ConfigError: if the device does not support it.
         """
         if dtype not in self.flops:
             way_out = f"use {', '.join(self.flops)}, or a device file with flops_{dtype}"
@@ -100,7 +100,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, groups: Groups, devices_per_node: int) -> Span:
-        """The span of the group that touches the most nodes."""
+        """The span of the group that uses the most nodes."""
 
         def widest(group: tuple[int, ...]) -> int:
             return len({rank // devices_per_node for rank in group})
@@ -115,13 +115,13 @@ class Span(NamedTuple):
 
 
 def collective_seconds(kind: str, nbytes: float, span: Span, device: Device) -> float:
-    """Seconds of one collective; see the module's table for what `nbytes` is."""
+    """Seconds of one collective; the module's table explains `nbytes`."""
     inside, between = _parts(kind, nbytes, span)
     return max(device.intra.seconds(inside), device.inter.seconds(between))
 
 
 def _parts(kind: str, nbytes: float, span: Span) -> tuple[float, float]:
-    """Bytes that one device sends inside of its node, and to other nodes."""
+    """Bytes that one device sends inside its node, and to other nodes."""
     n, d = span
     if n == 1:
         return 0.0, 0.0

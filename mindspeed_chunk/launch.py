@@ -1,4 +1,4 @@
-"""Runs a script of the host with the patches in place, where torch does not load them by itself.
+"""Runs a script of the host with the patches, for environments in which torch does not load them.
 
 torchrun ... -m mindspeed_chunk.launch mindspeed_mm/fsdp/train/trainer.py CONFIG.yaml [key=value ...]
 """
@@ -20,7 +20,7 @@ def main() -> int:
         return 2
     install()
     sys.argv = sys.argv[1:]
-    # as python does for a script; with -P (or -I) it puts neither the current folder nor the script's there
+    # as Python does for a script; with -P (or -I) it adds neither the current folder nor the script's
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")

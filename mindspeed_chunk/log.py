@@ -12,19 +12,19 @@ _said: set[str] = set()
 
 
 def say(level: int, text: str, ranks: Collection[int] = (0,)) -> None:
-    """Log a line on these ranks: those of the process group, or before there is one, of the launcher's environment."""
+    """Log a line on these ranks: of the process group or, before there is one, of the launcher's environment."""
     import torch.distributed as dist
 
     in_group = dist.is_available() and dist.is_initialized()
     if (dist.get_rank() if in_group else int(os.environ.get("RANK", "0"))) in ranks:
-        with contextlib.suppress(Exception):  # of a handler: stderr may be closed, and the step must go on
+        with contextlib.suppress(Exception):  # a handler may fail, for example if stderr is closed; the step must go on
             logger.log(level, "mindspeed_chunk: %s", text)
 
 
 def say_once(level: int, text: str, about: str = "") -> None:
-    """Log a line on rank 0, unless this process has logged it, or another one about the same.
+    """Log a line on rank 0, unless this process has already logged it, or another line with the same `about`.
 
-    A line that the log's level leaves out does not count.
+    A line that the log's level hides does not count.
     """
     if (about or text) not in _said and logger.isEnabledFor(level):
         _said.add(about or text)

@@ -1,4 +1,4 @@
-"""What a model's `config.json` says of its MoE layers, read without transformers."""
+"""The MoE layers of a model, from its `config.json`, read without transformers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 from mindspeed_chunk.wording import shortened, shown
 
 MAX_BYTES = 1024 * 1024
-MAX_LAYERS = 1000  # which all are built to learn their names
+MAX_LAYERS = 1000  # all of them are built to get their names
 _COUNT = re.compile(r"layers$|^n_layer$|depths?$|^layer_types$")
 
 
 class BadConfig(ValueError):
-    """One line on what is wrong with the `config.json` of a folder."""
+    """The fault in the `config.json` of a folder, in one line."""
 
 
 def has_config(folder: Path) -> bool:
-    """Whether there is one, which may be unreadable."""
+    """Whether there is one; it may be unreadable."""
     try:
         return (folder / "config.json").is_file()
     except PermissionError:
         return True
-    except OSError:  # no name of a file, as one of 5000 characters
+    except OSError:  # not a possible file name, such as one of 5000 characters
         return False
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of the folder's `config.json`. Raises BadConfig, also where it has more than `MAX_LAYERS` layers."""
+    """The content of the folder's `config.json`. Raises BadConfig, also for more than `MAX_LAYERS` layers."""
     if not has_config(folder):
         raise BadConfig("has no config.json")
     return read_file(folder / "config.json")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of a `config.json`, whatever the file's name. Raises BadConfig as `read` does."""
+    """The content of a `config.json` with any file name. Raises BadConfig as `read` does."""
     its = f"its {shortened(path.name)}"
     try:
         with path.open("rb") as file:
@@ -48,7 +48,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadConfig(f"{its} cannot be read: {error.strerror}") from None
     except RecursionError:
-        raise BadConfig(f"{its} is not valid: too many brackets inside of one another") from None
+        raise BadConfig(f"{its} is not valid: it has too many nested brackets") from None
     except ValueError as error:
         if isinstance(error, BadConfig):
             raise
@@ -69,14 +69,14 @@ def _check_layers(config: Mapping[str, Any]) -> None:
             waiting += ((key, each) for each in value)
         number = len(value) if isinstance(value, list) else value
         if _COUNT.search(key) and isinstance(number, int) and number > MAX_LAYERS:
-            raise BadConfig(f"its {key} is {shown(number)}, and at most {MAX_LAYERS} layers are taken")
+            raise BadConfig(f"its {key} is {shown(number)}, but must be at most {MAX_LAYERS}")
 
 
 def read_text_config(folder: Any) -> Mapping[str, Any]:
-    """The part on the language model; empty where the folder has no config.json, or one that cannot be used."""
+    """The part for the language model; empty if the folder has no config.json, or one that cannot be used."""
     try:
         config = read(Path(folder))
-    except (TypeError, BadConfig):  # what is no name of a folder
+    except (TypeError, BadConfig):  # not a possible folder name
         return {}
     text = config.get("text_config", config)
     return text if isinstance(text, dict) else {}
@@ -87,7 +87,7 @@ def num_experts(text_config: Mapping[str, Any]) -> int | None:
 
 
 def top_k(text_config: Mapping[str, Any]) -> int | None:
-    """Experts a token."""
+    """Experts per token."""
     return _first(text_config, "num_experts_per_tok", "moe_topk")
 
 

@@ -1,6 +1,6 @@
-"""MindSpeed-MM's wildcards for names of modules, the only place that reads them.
+"""MindSpeed-MM's wildcards for names of modules; only this module reads them.
 
-`{*}` is any number, `{2-5}` one of a range, `*` any text, `?` any character; a pattern means whole names.
+`{*}` is any number, `{2-5}` a number of the range, `*` any text, `?` any character; a pattern matches whole names.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NUMBER = re.compile(r"\{(?:\*|(\d{1,18})-(\d{1,18}))\}")
 _DIGITS = re.compile(r"\d{1,18}")
 _MOST_DIGITS = 18
 _ANY_NUMBER = range(10**_MOST_DIGITS)
-# Numbers that have a digit more than the one before.
+# Numbers that have one more digit than the number before.
 _TENS = frozenset(10**digits for digits in range(1, _MOST_DIGITS))
 
 
 class Pattern:
-    """One entry of a list of names, which stands at `path` of the yaml. Raises ConfigError where it cannot be read."""
+    """One entry of a list of names at `path` of the yaml. Raises ConfigError if it cannot be read."""
 
     def __init__(self, text: str, path: str) -> None:
         self.text, self.path = text, path
@@ -39,12 +39,12 @@ class Pattern:
         numbers = range(int(found[1]), int(found[2]) + 1) if found and found[1] else _ANY_NUMBER
         if not found or not numbers:
             raise ConfigError.about(
-                self.path, self.text, f"{part} is no wildcard", "write {*} or a range such as {0-3}"
+                self.path, self.text, f"{part} is not a wildcard", "write {*} or a range such as {0-3}"
             )
         return numbers
 
     def matches(self, name: str) -> bool:
-        # where the rest of the name may begin: a regular expression of many `*` tries every way to split the name
+        # where the rest of the name may begin; a regular expression with many `*` would try every way to split the name
         begins = {0}
         for part in self._parts:
             if isinstance(part, range):
@@ -60,11 +60,11 @@ class Pattern:
         return len(name) in begins
 
     def examples(self, others: Sequence[Pattern]) -> Iterator[str]:
-        """Names that it matches, enough to tell which of them the others match.
+        """Names that it matches, enough to find out which of them the others match.
 
-        Of a range: its ends, and what lies next to a number in the text of another pattern, or to a number of one digit
-        more where another has a `?`. A 0 for every other wildcard, for there may be one layer. Raises ConfigError in
-        place of more than `MAX_EXAMPLES`.
+        For a range: its ends, the neighbours of each number in another pattern's text and, if another pattern has a
+        `?`, of each number with one more digit. For every other wildcard: 0, because there may be one layer. Raises
+        ConfigError if there would be more than `MAX_EXAMPLES`.
         """
         told = {int(number) for other in others for number in _DIGITS.findall(other.text)}
         if any("?" in other.text for other in others):
@@ -80,13 +80,13 @@ class Pattern:
                 choices.append((part,))
         for count, parts in enumerate(itertools.product(*choices)):
             if count == MAX_EXAMPLES:
-                rule = f"stands for more than {MAX_EXAMPLES} names to compare"
-                raise ConfigError.about(self.path, self.text, rule, "write {*} in place of a range")
+                rule = f"matches more than {MAX_EXAMPLES} names to compare"
+                raise ConfigError.about(self.path, self.text, rule, "write {*} instead of a range")
             yield "".join(map(str, parts))
 
 
 def _number_ends(name: str, begin: int, numbers: range) -> Iterator[int]:
-    """Where a number of the range that begins there may end."""
+    """Where a number of the range that begins at `begin` may end."""
     end = begin
     while end < len(name) and end - begin < _MOST_DIGITS and name[end].isdecimal():
         end += 1
@@ -101,16 +101,16 @@ def read_patterns(texts: Sequence[str], path: str) -> list[Pattern]:
 
 
 def covered(pattern: Pattern, by: Sequence[Pattern]) -> bool:
-    """Whether what the pattern matches is matched by the others, as far as its examples tell."""
+    """Whether all that the pattern matches is matched by the others, judged by its examples."""
     return any(pattern.text == other.text for other in by) or all(
         any(other.matches(name) for other in by) for name in pattern.examples(by)
     )
 
 
 def shares(region: Pattern, module: Pattern) -> bool:
-    """Whether a module of the one name can hold, be, or stand inside of, a module of the other.
+    """Whether a module of one name can contain, be, or be inside a module of the other name.
 
-    As far as their examples tell; `*` in the second name stands for modules anywhere.
+    Judged by their examples; `*` in the second name matches modules anywhere.
     """
 
     def holds(name: str, example: str) -> bool:
@@ -124,7 +124,7 @@ def shares(region: Pattern, module: Pattern) -> bool:
 
 
 def prefixes(name: str, patterns: Sequence[Pattern]) -> Iterator[int]:
-    """How many segments of the name make a name that one of the patterns matches."""
+    """The numbers of leading segments of the name that make a name which one of the patterns matches."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         if any(pattern.matches(".".join(parts[:count])) for pattern in patterns):

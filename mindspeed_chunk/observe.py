@@ -1,7 +1,7 @@
-"""One channel on which the running code tells what it does: collectives, host copies, schedule actions.
+"""One channel on which the running code reports its collectives, host copies and schedule actions.
 
-Counters, order checks, residency checks and timelines all listen here, so that none of them needs a ledger of its own.
-While nobody listens, `emit` is one truth test.
+Counters, order checks, residency checks and timelines all listen here, so none of them needs its own record. Without a
+listener, `emit` is one truth test.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Event:
 
     Attributes:
         kind: "all_to_all", "all_gather", "all_reduce", "host_copy" or "action"; the embedded trainer adds "phase" and
-            "layer", which say where in a step the others happened.
+            "layer", which give the place of the others in a step.
         name: what it was for: an action's text ("D0"), or the purpose of a collective ("plan").
-        detail: sizes and counts, by name; see the place that emits.
+        detail: sizes and counts, by name; see the code that emits it.
         time: `time.perf_counter()` at the launch, seconds.
     """
 
@@ -35,12 +35,12 @@ _listeners: list[list[Event]] = []
 
 
 def listening() -> bool:
-    """Whether anybody listens, for callers whose details cost something to collect."""
+    """Whether there is a listener, for callers whose details are expensive to collect."""
     return bool(_listeners)
 
 
 def emit(kind: str, name: str, **detail: Any) -> None:
-    """Tell every listener. Called from whichever thread runs the forward or the backward."""
+    """Report to every listener. Called from any thread that runs the forward or the backward."""
     if _listeners:
         event = Event(kind, name, detail)
         for log in _listeners:

@@ -1,4 +1,4 @@
-"""How a message shows what a user wrote: short, on one line, and without taking the time and memory of the whole."""
+"""How a message shows a user's value: short, on one line, and without time and memory for the whole value."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 SHOWN_CHARS = 80
-# of the text of an error, and of a path or a name in it
+# limits of the text of an error, and of a path or a name in it
 LINE_CHARS, NAME_CHARS = 2000, 200
 _MORE = "..."
 _BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), dict: ("{", "}")}
 
 
 def shown(value: object) -> str:
-    """The beginning of `repr(value)`, of which no more is made than is shown."""
+    """The beginning of `repr(value)`; the rest is not computed."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, limit: int = NAME_CHARS) -> str:
-    """The text, or its beginning and its end where it is longer than the limit."""
+    """The text, or its beginning and its end if it is longer than the limit."""
     if len(text) <= limit:
         return text
     half = (limit - len(_MORE)) // 2
@@ -31,7 +31,7 @@ def shortened(text: str, limit: int = NAME_CHARS) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line ends, control characters and what no encoding has written as `repr` writes them."""
+    """The text with line ends, control characters and characters without encoding in the form of `repr`."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in shortened(text, LINE_CHARS))
 
 

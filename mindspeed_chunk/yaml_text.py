@@ -1,7 +1,7 @@
-"""One reader of yamls for lint, the embedded trainer and device files: what `yaml.safe_load` takes, within limits.
+"""One reader of yamls for lint, the embedded trainer and device files: accepts what `yaml.safe_load` does, with limits.
 
-A yaml of some thousand characters can stand for more than any memory holds: aliases of aliases are counted as often as
-they are named, before anything is built of them.
+A yaml of some thousand characters can expand to more than any memory holds. So nodes are counted before anything is
+built from them, again for each use of an alias.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mindspeed_chunk.values import INTEGERS_BELOW, ConfigError
 from mindspeed_chunk.wording import shortened, shown
 
 MAX_BYTES = 64 * 1024  # of a file; the largest stock yaml of MindSpeed-MM has 6 KiB
-MAX_VALUES = 20_000  # keys, values, lists and mappings, those behind an alias as often as it is named
-MAX_DEPTH = 50  # mappings and lists inside of one another
+MAX_VALUES = 20_000  # keys, values, lists and mappings, counted again for each use of an alias
+MAX_DEPTH = 50  # levels of nested mappings and lists
 _MERGE = "tag:yaml.org,2002:merge"
-# A text that begins with these bytes is of that encoding; the longer ones come first.
+# A text that begins with these bytes has that encoding; the longer ones come first.
 _MARKS = (
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
@@ -30,11 +30,11 @@ _MARKS = (
 
 
 class Unreadable(ConfigError):
-    """The file is no configuration; the message is one line."""
+    """The file is not a configuration; the message is one line."""
 
 
 class Content(NamedTuple):
-    """A yaml's nodes, with merges (<<) resolved, and what they say. Both None for an empty one."""
+    """A yaml's nodes, with merges (<<) resolved, and their values. Both None for an empty yaml."""
 
     root: yaml.Node | None
     data: Any
@@ -46,7 +46,7 @@ def read(path: Path) -> str:
     try:
         with path.open("rb") as file:
             found = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a name may have characters that no file has
+    except (OSError, ValueError) as error:  # a name may have characters that no file name can have
         reason = getattr(error, "strerror", None) or str(error)
         raise Unreadable(f"{name}: cannot be read: {reason}; give the path of a yaml file") from None
     if len(found) > MAX_BYTES:
@@ -62,7 +62,7 @@ def read(path: Path) -> str:
 
 
 def sections(text: str, name: str) -> Content:
-    """Of a whole file, which is a mapping. Raises Unreadable."""
+    """The content of a whole file, which must be a mapping. Raises Unreadable."""
     found = load(text, name)
     if not isinstance(found.data, dict):
         kind = type(found.data).__name__ if found.data is not None else "empty"
@@ -71,18 +71,18 @@ def sections(text: str, name: str) -> Content:
 
 
 def load(text: str, name: str) -> Content:
-    """What the text says.
+    """The content of the text.
 
     Raises:
-        Unreadable: for what `yaml.safe_load` refuses, for a key that stands twice in one mapping, of which it would
-            silently take the last, and for what is beyond the limits.
+        Unreadable: for a text that `yaml.safe_load` refuses, for a key that is twice in one mapping (`safe_load` would
+            silently take the last one), and for a text beyond the limits.
     """
     loader = None
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
         _refuse_doubles(loader, name)
-        # merges are resolved into the nodes by this, too
+        # this also resolves merges in the nodes
         return Content(root, None if root is None else loader.construct_document(root))
     except yaml.YAMLError as error:
         raise Unreadable(_told(error, name)) from None
@@ -92,16 +92,16 @@ def load(text: str, name: str) -> Content:
 
 
 class _Limit(yaml.MarkedYAMLError):
-    """A yaml that could be read, and is not."""
+    """A valid yaml that is beyond the limits."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with limits; an error in a value is one of the yaml, with its place."""
+    """PyYAML's loader, with limits; an error in a value is reported as one of the yaml, with its place."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        # of each node that is complete, by its id: values, and levels, with aliases written out
+        # number of values and of levels of each complete node, by its id, with aliases written out
         self._sizes: dict[int, tuple[int, int]] = {}
         self.nodes: list[yaml.Node] = []
 
@@ -110,19 +110,19 @@ class _Loader(yaml.SafeLoader):
         aliased = isinstance(event, yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _Limit(problem=f"more than {MAX_DEPTH} levels inside of one another", problem_mark=event.start_mark)
+            raise _Limit(problem=f"more than {MAX_DEPTH} nested levels", problem_mark=event.start_mark)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if aliased:
             if id(node) not in self._sizes:
-                problem = f"the alias {shortened(event.anchor)} is inside of what it names"
+                problem = f"the alias {shortened(event.anchor)} is inside its own anchor"
                 raise _Limit(problem=problem, problem_mark=event.start_mark)
             return node
         inner = [self._sizes[id(each)] for each in _children(node)]
         values = 1 + sum(size for size, _ in inner)
         levels = 1 + max((depth for _, depth in inner), default=0)
         if values > MAX_VALUES or levels > MAX_DEPTH:
-            limit = f"{MAX_VALUES} values" if values > MAX_VALUES else f"{MAX_DEPTH} levels inside of one another"
+            limit = f"{MAX_VALUES} values" if values > MAX_VALUES else f"{MAX_DEPTH} nested levels"
             raise _Limit(problem=f"more than {limit}, with aliases written out", problem_mark=event.start_mark)
         self._sizes[id(node)] = values, levels
         self.nodes.append(node)
@@ -133,9 +133,9 @@ class _Loader(yaml.SafeLoader):
             made = super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # a text that is no value of its type fails in PyYAML in many ways
+        except Exception:  # PyYAML raises many kinds of errors for a text that is not a value of its type
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
-            problem = f"{shown(node.value)} is no {shortened(kind)}"
+            problem = f"{shown(node.value)} is not a valid {shortened(kind)}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         if isinstance(made, int) and not -INTEGERS_BELOW <= made < INTEGERS_BELOW:
             raise _Limit(problem="an integer of more than 64 bits", problem_mark=node.start_mark)
@@ -161,8 +161,8 @@ def _refuse_doubles(loader: _Loader, name: str) -> None:
                 line, which = key.start_mark.line + 1, (key.tag, key.value)
                 if which in lines:
                     raise Unreadable(
-                        f"{name}:{line}: {shortened(key.value)}: stands twice, in line {lines[which]} and here, and "
-                        "the loader takes the last one silently; remove one"
+                        f"{name}:{line}: {shortened(key.value)}: given twice, in line {lines[which]} and here, and "
+                        "the loader would silently take the last one; remove one"
                     )
                 lines[which] = line
 
@@ -174,10 +174,10 @@ def _told(error: yaml.YAMLError, name: str) -> str:
     place = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or error.context or "no reason given"
     if isinstance(error, _Limit):
-        return f"{place}: {problem}, which is not read; make it smaller"
+        return f"{place}: {problem}, which is not supported; make it smaller"
     if "'\\t'" in problem:
-        return f"{place}: a tab where yaml takes spaces only; indent with spaces"
+        return f"{place}: a tab where yaml allows only spaces; indent with spaces"
     if error.context_mark and "duplicate anchor" in (error.context or ""):
         first = error.context_mark.line + 1
-        return f"{place}: not valid yaml: an anchor of this name stands in line {first} already; rename one"
+        return f"{place}: not valid yaml: line {first} already has an anchor of this name; rename one"
     return f"{place}: not valid yaml: {' '.join(problem.split())}; correct the line, or the one before it"

@@ -1,7 +1,7 @@
-"""Seams of MindSpeed-MM, one file each; installed as `mindspeed_chunk.patches`.
+"""Patches of MindSpeed-MM, one file per seam; installed as `mindspeed_chunk.patches`.
 
-`install()` sets post-import hooks and nothing more: a patch is imported when the host's module is, and a process that
-never imports MindSpeed-MM imports none.
+`install()` only sets post-import hooks. A patch is imported when the host's module is imported. A process that never
+imports MindSpeed-MM imports no patch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     PATCHES: tuple[Patch, ...]
 
 _FSDP = "mindspeed_mm.fsdp"
-# The host's modules, and the files here that have patches for each, in the order in which they apply. All that is known
-# of a patch before the host's module is imported.
+# The host's modules, and the files here with patches for each, in the order in which they apply. Before the host's
+# module is imported, nothing else is known about a patch.
 HOOKS: dict[str, tuple[str, ...]] = {
     f"{_FSDP}.params.parallel_args": ("config_name",),
     f"{_FSDP}.params.argument": ("start_checks",),
@@ -51,7 +51,7 @@ _met: list[Patch] = []  # patches whose module the host has imported, in that or
 
 
 def install() -> None:
-    """Apply each patch when, or if, the host's module is imported; again does no harm."""
+    """Apply each patch when the host's module is imported; a second call does no harm."""
     global _hooks
     if _hooks is not None or _broken or settings.disabled():
         return
@@ -68,19 +68,19 @@ def installed() -> bool:
 
 
 def remove() -> None:
-    """Take every patch back; the host is as it was."""
+    """Undo every patch; the host is as it was."""
     global _hooks
     if _hooks is not None:
-        with contextlib.suppress(ValueError):  # somebody else took it out
+        with contextlib.suppress(ValueError):  # other code has removed it
             sys.meta_path.remove(_hooks)
         _hooks = None
-    with contextlib.ExitStack() as last_first:  # each of them, whatever becomes of the others
+    with contextlib.ExitStack() as last_first:  # each of them, even if another one fails
         while _met:
             last_first.callback(_met.pop(0).take_back)
 
 
 def _on_import(name: str, module: ModuleType) -> None:
-    """Never raises: what is wrong with a plugin must not end an import of the host."""
+    """Never raises: a fault in a plugin must not break an import of the host."""
     global _broken
     if _hooks is None:
         return
@@ -90,12 +90,12 @@ def _on_import(name: str, module: ModuleType) -> None:
             if patch.module == name:
                 _met.append(patch)
                 patch.on_import(module)
-    except KeyboardInterrupt:  # of the user, who wants to stop
+    except KeyboardInterrupt:  # the user wants to stop
         raise
     except BaseException as error:  # a SystemExit is no Exception
         _broken = True
         with contextlib.suppress(Exception):
-            remove()  # half of the patches could run what the yaml does not say
+            remove()  # with half of the patches, a run could differ from its yaml
         with contextlib.suppress(Exception):  # stderr may be closed
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             logging.getLogger("mindspeed_chunk").warning(
@@ -120,7 +120,7 @@ def _records(files: Iterable[str]) -> tuple[Patch, ...]:
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """`PATCHES`, every record of HOOKS, in the order in which they apply, where somebody asks for them."""
+        """`PATCHES`: every record of HOOKS, in the order in which they apply, imported on first use."""
         if name != "PATCHES":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return _records(dict.fromkeys(file for files in HOOKS.values() for file in files))

@@ -1,7 +1,6 @@
-"""Runs the chunked blocks of a configuration that asks for ChunkMBS through ours: `apply_chunkmbs_module`, and what it
-has in common with hosts that have none.
+"""Runs our ChunkMBS in place of the host's `apply_chunkmbs_module`, and has the code that other hosts need for it, too.
 
-Nothing is replaced until `features.enable_chunk_mbs` asks for it, so other runs see the host's own code.
+Nothing is replaced unless `features.enable_chunk_mbs` is true, so other runs use the host's own code.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SEAM = Seam(_NAME, importers=(APPLIER,))
 
 
 def check(module: ModuleType) -> Undo:
-    """Look at the signature and remember the module; nothing is changed yet."""
+    """Check the signature and remember the module; change nothing yet."""
     original = getattr(module, _NAME)
     if tuple(inspect.signature(original).parameters) != _PARAMETERS:
         raise Drifted(f"{_NAME}{signature_of(original)}")
@@ -36,13 +35,13 @@ def check(module: ModuleType) -> Undo:
 
 
 def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
-    """From now on the host's chunked modules are ours.
+    """From now on the host's chunked modules run our ChunkMBS.
 
     Args:
         batch_sizes, inner: see `wrap`.
 
     Raises:
-        ConfigError: if the host would not come to us.
+        ConfigError: if the host would not call our function.
     """
 
     def ours(original: Callable) -> Callable:
@@ -58,22 +57,22 @@ def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
         _SEAM.restore()
         raise ConfigError(
             f"features.enable_chunk_mbs: True: {PATCH.name} ({PATCH.module}.{PATCH.target}): drifted: expected "
-            f"{APPLIER} to call it by this name, found another way; {settings.CHUNK_MBS}=host runs the host's own"
+            f"{APPLIER} to call it by this name, found another call; {settings.CHUNK_MBS}=host runs the host's own"
         )
 
 
 def wrap(
     named: Iterable[tuple[str, Any]], config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]
 ) -> None:
-    """Run these modules' batches as micro-chunks, around whatever stands in `forward` by now; each module once.
+    """Run these modules' batches as micro-chunks, around the current `forward`; each module once.
 
     Args:
-        batch_sizes: those that the yaml gives, for training and validation.
-        inner: the yaml's keys of what must have been wrapped before, since it has to see micro-chunks.
+        batch_sizes: those of the yaml, for training and validation.
+        inner: the yaml's keys of the features that must have wrapped the modules before, to see micro-chunks.
 
     Raises:
-        ConfigError: for a module that nothing has wrapped, though there is something in `inner`, and for one that
-            stands inside of another.
+        ConfigError: for a module that nothing has wrapped although `inner` is not empty, and for a module inside
+            another one.
     """
     import torch.distributed as dist
 
@@ -87,7 +86,7 @@ def wrap(
         raise ConfigError.about(
             "features.chunkmbs_plan.apply_modules",
             bare,
-            f"reached by ChunkMBS before, or without, {' and '.join(inner)}, which must stand inside of it",
+            f"wrapped by ChunkMBS before or without {' and '.join(inner)}, which must be inside it",
             "name the same modules in both",
         )
     group = dist.group.WORLD if dist.is_initialized() else None

@@ -33,7 +33,7 @@ def _widen(module: ModuleType, plan: Any, names: tuple[str, ...]) -> Undo:
     def set_names(to: tuple[str, ...]) -> None:
         plan.__annotations__["dispatcher"] = typing.Literal[to]
         plan.model_fields["dispatcher"].annotation = typing.Literal[to]
-        # whoever holds the plan has compiled its schema into its own; the root may not be there yet
+        # models that contain the plan have compiled its schema into their own; the root may not exist yet
         for model in (plan, module.ParallelArguments, getattr(sys.modules.get(_ROOT), "Arguments", None)):
             if model is not None:
                 model.model_rebuild(force=True)
@@ -43,7 +43,7 @@ def _widen(module: ModuleType, plan: Any, names: tuple[str, ...]) -> Undo:
 
 
 def _admit_extra_keys(plan: Any) -> Undo:
-    """dataclasses (26.0): names are not checked, but unknown keys are a TypeError; the host has the cure for both."""
+    """dataclasses (26.0): names are not checked, but unknown keys raise TypeError; a host function allows them."""
     from mindspeed_mm.fsdp.params.utils import allow_extra_fields
 
     original = plan.__init__
@@ -52,7 +52,7 @@ def _admit_extra_keys(plan: Any) -> Undo:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # any other plan keeps the host's own answer to keys it does not know
+        # with any other plan, the host still refuses keys that it does not know
         (admitting if kwargs.get("dispatcher") == NAME else original)(self, *args, **kwargs)
 
     plan.__init__ = __init__

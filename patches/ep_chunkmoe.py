@@ -1,6 +1,6 @@
-"""The module in which the published dispatcher lives, for hosts that have none: its two functions, ours behind them.
+"""The module of the published dispatcher, for hosts that lack it: its two functions, implemented by ours.
 
-Looked up last, so that a host that has the module keeps its own.
+Its finder comes last, so a host that has the module keeps its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def ep_chunkmoe_forward(*args: Any, ep_plan: object = None, **kwargs: Any) -> to
     import inspect
 
     if ep_plan is None:
-        raise ValueError("ep_plan: None: must be given, the number of chunks stands there")
+        raise ValueError("ep_plan: None: must be given: it has the number of chunks")
     dispatcher = _dispatcher(ChunkMoEConfig.from_mapping(settings.plan_mapping(ep_plan)))
     names = [name for name in inspect.signature(dispatcher.__call__).parameters if name != "self"]
     named = {**dict(zip(names, args)), **kwargs}
@@ -71,8 +71,8 @@ def batched_pre_dispatch_metadata(
         chunk_se_list: each chunk's expert ids, `[tokens, K]` or flat.
 
     Returns:
-        Four lists, one entry a chunk: rows to each rank, rows from each rank (lists of integers), counts by source rank
-        and local expert (int64 `[ep, L]`), their sums over the sources (int64 `[L]`).
+        Four lists, one entry per chunk: rows to each rank, rows from each rank (lists of integers), counts by source
+        rank and local expert (int64 `[ep, L]`), their sums over the sources (int64 `[L]`).
 
     Raises:
         ValueError: for a number of experts that the group's size does not divide.
@@ -116,7 +116,7 @@ PATCH = Patch(
     module="mindspeed_mm.fsdp.distributed.expert_parallel.ep_dispatcher",
     target="ep_chunkmoe",
     hosts="26.0.0, 26.1.0, master of 2026-08",
-    expects="nothing; a module of this name that the host has comes first",
+    expects="nothing; if the host has a module of this name, that one is used",
     why="code that imports the published dispatcher finds ours",
     until="the oldest supported host has the module",
     apply=apply,

@@ -1,6 +1,6 @@
-"""Sends `ep_forward` calls of groups that asked for Chunk MoE to our dispatcher; all others to the host's own code.
+"""Sends `ep_forward` calls of groups with Chunk MoE to our dispatcher, and all other calls to the host's own code.
 
-The function is replaced only once a plan asks for Chunk MoE: until then nothing of ours is on the road of a run.
+The function is replaced only when a plan turns Chunk MoE on: before that, a run executes none of our code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _dispatchers: dict[Any, Callable] = {}
 
 
 def check(module: ModuleType) -> Undo:
-    """Look at the signature and remember the module; nothing is changed yet."""
+    """Check the signature and remember the module; change nothing yet."""
     names = tuple(inspect.signature(module.ep_forward).parameters)
     if names[: len(_FIRST)] != _FIRST or not set(names[len(_FIRST) :]) <= _OPTIONAL:
         raise Drifted(f"ep_forward{signature_of(module.ep_forward)}")
@@ -79,18 +79,18 @@ def _routed(original: Callable) -> Callable:
 
 
 def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
-    """The host's arguments in our terms: ids and weights told apart, its activation a callable, its forced balance."""
+    """The host's arguments as ours: ids and weights in order, its activation as a callable, its forced balance."""
     from mindspeed_chunk.moe.arguments import order_routing
 
     named = dict(named)
-    # the host's generic forward has them the other way round from transformers 5
+    # the host's generic forward passes them in another order than transformers 5
     named["selected_experts"], named["routing_weights"] = order_routing(
         named["selected_experts"], named["routing_weights"]
     )
     alpha, limit = named.pop("swiglu_alpha", None), named.get("swiglu_limit") or 0.0
     named["swiglu_limit"] = limit
     if alpha is not None and named.get("activation") is None:
-        # not plain SwiGLU: the host knows what it is
+        # not plain SwiGLU: the host has the function
         named["swiglu_limit"] = 0.0
         named["activation"] = functools.partial(
             module.apply_activation, dim=-1, fused=named.get("fused", True), swiglu_limit=limit, swiglu_alpha=alpha
@@ -101,7 +101,7 @@ def translate(module: ModuleType, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _balanced(module: ModuleType, named: dict[str, Any]) -> Any:
-    """MM_FORCE_EP_BALANCE: tokens take turns over the experts; padded ones, which are not sent, have no turn."""
+    """MM_FORCE_EP_BALANCE: distributes tokens evenly over the experts, without padded tokens, which are not sent."""
     index = named["selected_experts"]
     if not named.get("skip_moe_pad_tokens"):
         return module.force_ep_balance(named["num_experts"], index)
@@ -116,7 +116,7 @@ PATCH = Patch(
     module="mindspeed_mm.fsdp.distributed.expert_parallel.ep_dispatcher",
     target="ep_forward",
     hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
-    expects=f"ep_forward({', '.join(_FIRST)}, and of {', '.join(sorted(_OPTIONAL))} any)",
+    expects=f"ep_forward({', '.join(_FIRST)}, and any of {', '.join(sorted(_OPTIONAL))})",
     why="every model's ep_forward ends there, with its expert-parallel group",
     until="the host has a registry of dispatchers",
     apply=check,

@@ -1,4 +1,4 @@
-"""Binds experts to Chunk MoE where their plan asks for it: the models then see a plan that says plain all-to-all."""
+"""Binds experts to Chunk MoE if their plan turns it on; the models then see a plan with plain all-to-all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _bound(original: Callable) -> Callable:
 
 
 def _bind(model: Any, group: Any, plan: Any) -> Any:
-    """Send the group's calls to a dispatcher of ours; return the plan that the models shall see."""
+    """Send the group's calls to our dispatcher; return the plan that the models get."""
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
     config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan))
@@ -66,7 +66,7 @@ PATCH = Patch(
     target="expert_parallelize_modules",
     hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
     expects="expert_parallelize_modules(modules, ep_mesh, plan)",
-    why="the only place that knows a module's plan and its group, before any model looks at the dispatcher's name",
+    why="the only place with a module's plan and its group, before any model reads the dispatcher's name",
     until="the host has a registry of dispatchers",
     apply=apply,
 )

@@ -1,4 +1,4 @@
-"""ChunkMBS for a host that has none (26.0): after its own features, so that it stands around them."""
+"""ChunkMBS for a host that lacks it (26.0): applied after the host's features, so that it wraps them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SEAM = Seam("__call__")
 
 
 def check(module: ModuleType) -> Undo:
-    """Look at the class and remember it; nothing is changed yet."""
+    """Check the class and remember it; change nothing yet."""
     applier = module.FeaturesApplier
     if hasattr(applier, "apply_chunk_mbs"):
-        raise NotNeeded("the host has a ChunkMBS of its own")
+        raise NotNeeded("the host has its own ChunkMBS")
     call = applier.__call__
     if tuple(inspect.signature(call).parameters) != ("self", "model") or not hasattr(applier, "get_needed_modules"):
         raise Drifted(f"FeaturesApplier.__call__{signature_of(call)}")

@@ -11,7 +11,7 @@ Then = Callable[[str, ModuleType], None]
 
 
 class PostImport:
-    """Stands first in `sys.meta_path`; `then` gets the name of each of `names` that is imported, and the module."""
+    """The first finder in `sys.meta_path`. Calls `then` with name and module after an import of one of `names`."""
 
     def __init__(self, names: Collection[str], then: Then) -> None:
         self._names, self._then = names, then
@@ -27,17 +27,17 @@ class PostImport:
 
 
 def _find_spec_of(finder: object) -> Any:
-    return getattr(finder, "find_spec", None)  # a finder of old times has none
+    return getattr(finder, "find_spec", None)  # an old kind of finder has none
 
 
 class _Loader:
-    """A module's own loader, for one import: the module has its own back before its code runs."""
+    """Wraps a module's own loader for one import. The module gets its own loader back before its code runs."""
 
     def __init__(self, loader: Any, then: Then) -> None:
         self._loader, self._then = loader, then
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a copy that has nothing yet
+        if name.startswith("__"):  # a copy has no attributes yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 

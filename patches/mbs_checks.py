@@ -1,6 +1,6 @@
-"""Checks a configuration that asks for ChunkMBS as soon as the host has read it, before the first collective.
+"""Checks a configuration with ChunkMBS as soon as the host has read it, before the first collective.
 
-What only a call can tell, the sizes of arguments above all, is checked at the first one by `mindspeed_chunk.mbs`.
+What is known only in a call, such as the sizes of arguments, is checked in the first call by `mindspeed_chunk.mbs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_chunk.patches.record import APPLIED, log_once
 
 
 def check(arguments: Any) -> None:
-    """Raises ConfigError. Does nothing for a configuration that does not ask for ChunkMBS."""
+    """Raises ConfigError. Does nothing for a configuration without ChunkMBS."""
     get = functools.partial(settings.value_at, arguments)
     if not FLAG.take(ENABLE, get(ENABLE, False)):
         return
@@ -26,8 +26,8 @@ def check(arguments: Any) -> None:
     own = _imported(chunk_mbs.PATCH.module)
     if settings.host_chunk_mbs_chosen():
         if not own:
-            raise ConfigError.about(settings.CHUNK_MBS, "host", "this host has no ChunkMBS of its own", "unset it")
-        # a warning, since at this time the host has not set its log level yet
+            raise ConfigError.about(settings.CHUNK_MBS, "host", "this host does not have its own ChunkMBS", "unset it")
+        # a warning, because the host has not set its log level yet
         log_once(logging.WARNING, f"mindspeed_chunk: {settings.CHUNK_MBS}=host: the host's own ChunkMBS runs")
         return
     seam = chunk_mbs if own else features_applier
@@ -52,7 +52,7 @@ def check(arguments: Any) -> None:
 
 
 def _imported(module: str) -> bool:
-    """The host's modules behind ChunkMBS are looked at now, not in the middle of a run. False where there is none."""
+    """Import the host's modules for ChunkMBS now, not in the middle of a run. False if there is none."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -63,7 +63,7 @@ def _imported(module: str) -> bool:
 
 
 def _count_rows(parallel: Any) -> None:
-    """The host's allgather must know how many rows a micro-chunk has on each rank."""
+    """The host's allgather must know the number of rows of a micro-chunk on each rank."""
     if parallel.ep_plan.dispatcher != "allgather" or not _imported(row_counts.PATCH.module):
         return
     if row_counts.PATCH.state != APPLIED:
@@ -72,7 +72,7 @@ def _count_rows(parallel: Any) -> None:
 
 
 def _check_memory(inner: checks.Inner) -> list[str]:
-    """Returns the keys that are on; that one is not ends the run only if asked."""
+    """Returns the keys that are on. A key that is off ends the run only with MINDSPEED_CHUNK_STRICT=1."""
     try:
         checks.check_memory(inner)
     except ConfigError as error:

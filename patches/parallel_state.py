@@ -1,7 +1,7 @@
-"""Compares the configurations of all ranks once the process group is there, before the host makes its first group.
+"""Compares the configurations of all ranks after the process group is made, before the host makes its first group.
 
-Ranks that differ would make different collectives and wait for each other without a word. A run that asks for nothing
-of ours says what it has, in a few messages to the store, for ranks that may ask; it waits for nobody.
+Ranks that differ would make different collectives and hang. A run with none of our features only writes its settings
+to the store, in a few messages, for ranks that may read them; it does not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _group: weakref.ref | None = None  # the default process group whose ranks were 
 
 
 def note(arguments: Any) -> None:
-    """What the host has read, for the time when the ranks have met."""
+    """Keep the host's arguments until the process group is made."""
     global _arguments
     _arguments = arguments
 
@@ -58,7 +58,7 @@ def _after_comparison(original: Callable) -> Callable:
 
 
 def _compare() -> None:
-    """Once for a default process group: the host may ask for its state again on some ranks alone."""
+    """Once per default process group: the host may initialise its state again on only some ranks."""
     global _group
     import torch.distributed as dist
 
@@ -73,13 +73,13 @@ def _compare() -> None:
         consistency.check(_resolved(_arguments), wait=asked)
     except ConfigError as error:
         raise SystemExit(f"mindspeed_chunk: {error}") from None
-    except Exception as error:  # whatever a store does: what is wrong with it, the host's first group will say
+    except Exception as error:  # a store may raise anything; if it is broken, the host's first group fails
         level = logging.WARNING if asked else logging.DEBUG
         logger.log(level, f"mindspeed_chunk: configurations were not compared: {type(error).__name__}: {error}")
 
 
 def _asked(arguments: Any) -> bool:
-    """Whether a feature of ours will run, and not the host's own of its name."""
+    """Whether a feature of ours will run, and not the host's own of the same name."""
     chunk_mbs = settings.value_at(arguments, mbs_checks.ENABLE) is True
     return (
         arguments.parallel.ep_plan.dispatcher == moe_checks.NAME
@@ -90,9 +90,9 @@ def _asked(arguments: Any) -> bool:
 
 
 def _resolved(arguments: Any) -> dict[str, Any]:
-    """What decides on collectives and on the sizes of what they carry, by the keys of the yaml.
+    """The settings that determine collectives and their sizes, by the keys of the yaml.
 
-    Nothing that may differ between the machines of a run: no path, nothing about logs, no rank.
+    It contains nothing that may differ between the machines of a run: no path, no log setting, no rank.
     """
     from mindspeed_chunk.consistency import flatten
 
@@ -110,7 +110,7 @@ def _resolved(arguments: Any) -> dict[str, Any]:
         if names[-1].endswith("_rank") or any(name.startswith("_") for name in names):
             del values[key]
     for plan, config in ((moe_checks.PLAN, ChunkMoEConfig), (mbs_checks.PLAN, ChunkMBSConfig)):
-        for field in dataclasses.fields(config):  # no version of the host knows all of our keys
+        for field in dataclasses.fields(config):  # no version of the host has all of our keys
             if values.get(key := f"{plan}.{field.name}") is None:
                 values[key] = list(field.default) if isinstance(field.default, tuple) else field.default
     if arguments.parallel.ep_plan.dispatcher == moe_checks.NAME:
@@ -126,7 +126,7 @@ PATCH = Patch(
     target=_NAME,
     hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
     expects=f"{_NAME}, called between init_process_group and the first group of the host",
-    why="ranks with different yamls would wait for each other in their first steps, without a word",
+    why="ranks with different yamls would hang in their first steps",
     until="the host compares them",
     apply=apply,
 )

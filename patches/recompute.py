@@ -1,6 +1,6 @@
-"""Lets the host's recomputation repeat Chunk MoE's forward with the plan it had: one gather and one host copy a layer.
+"""Makes the host's recompute repeat Chunk MoE's forward with the same plan: one gather and one host copy per layer.
 
-The function is replaced only once a plan asks for Chunk MoE.
+The function is replaced only when a plan turns Chunk MoE on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SEAM = Seam("checkpoint")
 
 
 def check(module: ModuleType) -> Undo:
-    """Look at what the module calls and remember it; nothing is changed yet."""
+    """Check what the module calls and remember it; change nothing yet."""
     from torch.utils.checkpoint import checkpoint
 
     if getattr(module, "checkpoint", None) is not checkpoint:
@@ -28,7 +28,7 @@ def check(module: ModuleType) -> Undo:
 
 def use() -> None:
     """From now on the host's checkpoints replay plans."""
-    with contextlib.suppress(ImportError):  # a host without it has nothing to replace
+    with contextlib.suppress(ImportError):  # a host without this module has nothing to replace
         importlib.import_module(PATCH.module)
     if _SEAM.owner is not None and not _SEAM.replaced:
         _SEAM.replace(_replaying)
@@ -55,7 +55,7 @@ PATCH = Patch(
     target="checkpoint",
     hosts="26.0.0, 26.1.0, master of 2026-08, newest master",
     expects="torch.utils.checkpoint.checkpoint, called as a name of the module",
-    why="a recompute that routes otherwise than its forward would give wrong gradients, or hang",
+    why="a recompute with other routes than its forward would give wrong gradients, or hang",
     until="the host takes a context_fn",
     apply=check,
     asked_by="dispatcher: chunkmoe",

@@ -1,4 +1,4 @@
-"""What a patch is: a record of one seam of the host, checked before it is touched, taken back without a trace.
+"""A patch is a record of one seam of the host. It is checked before anything changes, and undone without a trace.
 
 Nothing heavy is imported here or by any patch at its top: the hooks are set while torch itself is being imported.
 """
@@ -18,7 +18,7 @@ from typing import Any
 logger = logging.getLogger("mindspeed_chunk")
 
 WAITING = "waiting"  # its module has not been imported
-READY = "ready"  # it fits, and is applied when a run asks for it
+READY = "ready"  # it fits, and is applied when a run needs it
 APPLIED = "applied"
 NOT_NEEDED = "not needed"
 DRIFTED = "drifted"
@@ -27,7 +27,7 @@ Undo = Callable[[], None]
 
 
 class NotNeeded(Exception):
-    """The host brings what the patch would; the message says what."""
+    """The host already has what the patch would add; the message says what."""
 
 
 class Drifted(Exception):
@@ -40,14 +40,15 @@ class Patch:
 
     Attributes:
         name: short, for logs and `doctor`.
-        module: the host's module whose import sets it off.
+        module: the host's module whose import applies the patch.
         target: what is changed in it.
         hosts: the versions it was made for.
         expects: the signature or shape it relies on, in words.
-        why, until: why it is needed, and when it can go.
-        apply: changes the module and returns the way back; raises `NotNeeded` or `Drifted` before any change.
-        asked_by: what a run must ask for before anything is replaced; empty for a patch that does so at once.
-        state, detail: what became of it.
+        why, until: why it is needed, and when it can be removed.
+        apply: changes the module and returns a function that undoes it; raises `NotNeeded` or `Drifted` before any
+            change.
+        asked_by: the setting of a run that replaces something; empty for a patch that replaces it on import.
+        state, detail: the result.
     """
 
     name: str
@@ -72,10 +73,10 @@ class Patch:
             self.state = APPLIED
         except NotNeeded as reason:
             self.state, self.detail = NOT_NEEDED, str(reason)
-        except Exception as reason:  # whatever a changed host makes of our expectations
+        except Exception as reason:  # a changed host may raise anything
             found = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
             self.state, self.detail = DRIFTED, found
-            log_once(logging.WARNING, f"mindspeed_chunk: {self}; what needs it is not available on this host")
+            log_once(logging.WARNING, f"mindspeed_chunk: {self}; features that need it are not available")
 
     def take_back(self) -> None:
         if self.undo is not None:
@@ -90,7 +91,7 @@ class Patch:
 
 
 def log_once(level: int, message: str) -> None:
-    """On rank 0, as far as the launcher's environment tells."""
+    """Log on rank 0, according to the launcher's environment."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(Exception):  # of a handler: stderr may be closed, and this is the host's import
             logger.log(level, message)
@@ -102,11 +103,11 @@ def signature_of(function: Callable) -> str:
 
 
 class Seam:
-    """A function of the host, and what stands in its place once a patch or a run asks for it.
+    """A function of the host, and our function that replaces it when a patch or a run needs it.
 
     Attributes:
         owner: the module or class that has it; None until it is found.
-        replaced: something of ours stands in its place.
+        replaced: our function is in its place.
     """
 
     def __init__(self, name: str, importers: tuple[str, ...] = ()) -> None:
@@ -121,13 +122,13 @@ class Seam:
         return self._ours is not None
 
     def found(self, owner: object) -> Undo:
-        """Remember where it is; nothing is changed yet."""
+        """Remember where it is; change nothing yet."""
         self.forget()
         self.owner = owner
         return self.forget
 
     def replace(self, make: Callable[[Callable], Callable]) -> None:
-        """Put `make(the host's own)` there, also where something of ours stands already."""
+        """Put `make(the host's own)` there. A function of ours that is already there is removed first."""
         self.restore()
         original = getattr(self.owner, self.name)
         ours = make(original)
@@ -146,6 +147,6 @@ class Seam:
     def _put(self, old: Callable, new: Callable) -> None:
         setattr(self.owner, self.name, new)
         for module in filter(None, map(sys.modules.get, self._importers)):
-            # whoever wrapped it there keeps that
+            # if other code has wrapped it there, the wrapper stays
             if getattr(module, self.name, None) is old:
                 setattr(module, self.name, new)

@@ -1,7 +1,7 @@
-"""The rows that each rank holds, where `dispatcher: allgather` runs in micro-chunks.
+"""The number of rows of each rank, when `dispatcher: allgather` runs in micro-chunks.
 
-The host notes them in the model's first layer, and takes them for all layers, forward and backward: the last
-micro-chunk of that layer, or a layer after the chunked ones, would then tell the wrong number.
+The host records the numbers in the model's first layer and uses them for all layers, forward and backward. They would
+be wrong after the last micro-chunk of that layer, and in a layer after the chunked ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEAMS = {name: Seam(name) for name in _FUNCTIONS}
 
 
 def check(module: ModuleType) -> Undo:
-    """Look at the functions and remember the module; nothing is changed yet."""
+    """Check the functions and remember the module; change nothing yet."""
     for name in _FUNCTIONS:
         function = getattr(module, name)
         _, *others = inspect.signature(function).parameters
@@ -33,7 +33,7 @@ def check(module: ModuleType) -> Undo:
 
 
 def use() -> None:
-    """From now on a call's own number of rows says which part of the noted ones there are."""
+    """From now on the recorded numbers are scaled by the number of rows in the call."""
     for name, of_this_rank in _FUNCTIONS.items():
         seam = _SEAMS[name]
         if not seam.replaced:
@@ -49,7 +49,7 @@ def _scaled(module: ModuleType, of_this_rank: bool, original: Callable) -> Calla
         whole = (noted[dist.get_rank(ep_group)] if of_this_rank else sum(noted)) if noted else 0
         if not whole:
             return original(tokens, ep_group, *args, **kwargs)
-        # every rank has as many samples as the others, so its rows grow and shrink with them
+        # every rank has the same number of samples, so all numbers of rows scale by the same factor
         setattr(module, _COUNTS, [count * len(tokens) // whole for count in noted])
         try:
             return original(tokens, ep_group, *args, **kwargs)
@@ -70,8 +70,8 @@ PATCH = Patch(
     target=", ".join(_FUNCTIONS),
     hosts="26.1.0, master of 2026-08",
     expects=f"{_COUNTS}; {', '.join(f'{name}(tokens, ep_group, ...)' for name in _FUNCTIONS)}",
-    why="micro-chunks have fewer rows than the host has noted in its first layer",
-    until="the host counts rows where it moves them",
+    why="micro-chunks have fewer rows than the host recorded in its first layer",
+    until="the host counts rows in each exchange",
     apply=check,
     asked_by="features.enable_chunk_mbs: true with dispatcher: allgather",
 )

@@ -1,4 +1,4 @@
-"""What a run asks for, read from the host's arguments whatever their kind, and from the environment."""
+"""The settings of a run, from the host's arguments of any version, and from the environment."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ CHUNK_MBS = "MINDSPEED_CHUNK_MBS"
 STRICT = "MINDSPEED_CHUNK_STRICT"
 DEVICE = "MINDSPEED_CHUNK_DEVICE"
 
-# Every switch: the value that turns it, and what it does then.
+# Every switch: its value, and the effect of that value.
 VARIABLES: Mapping[str, tuple[str, str]] = {
-    DISABLE: ("1", "nothing of the plugin is active"),
+    DISABLE: ("1", "the plugin is off"),
     DISPATCHER: (
         "host",
-        "where MindSpeed-MM has a `chunkmoe` of its own (its newest master), that one runs; by default ours does",
+        "MindSpeed-MM's own `chunkmoe` runs, if it has one (its newest master); by default ours runs",
     ),
-    CHUNK_MBS: ("host", "with `enable_chunk_mbs: true`, MindSpeed-MM's own ChunkMBS runs; by default ours does"),
+    CHUNK_MBS: ("host", "with `enable_chunk_mbs: true`, MindSpeed-MM's own ChunkMBS runs; by default ours runs"),
     STRICT: (
         "1",
         "`dispatcher: chunkmoe` with `expert_parallel_size: 1`, or ChunkMBS without recompute and offload, ends the "
-        "run instead of a warning",
+        "run; by default it is a warning",
     ),
-    DEVICE: ("cpu", "MindSpeed-MM runs on the CPU: it is given what it lacks there"),
+    DEVICE: ("cpu", "MindSpeed-MM runs on the CPU: the plugin adds what it lacks there"),
 }
 
 
@@ -35,7 +35,7 @@ def disabled() -> bool:
 
 
 def strict() -> bool:
-    """Whether what would be a warning at start shall be an error."""
+    """Whether a warning at start becomes an error."""
     return os.environ.get(STRICT) == "1"
 
 
@@ -51,12 +51,12 @@ def problems() -> list[str]:
 
 
 def host_dispatcher_chosen() -> bool:
-    """Whether a host with a `chunkmoe` of its own shall run that one."""
+    """Whether a host that has its own `chunkmoe` must run that one."""
     return os.environ.get(DISPATCHER) == "host"
 
 
 def host_chunk_mbs_chosen() -> bool:
-    """Whether a host with a ChunkMBS of its own shall run that one."""
+    """Whether a host that has its own ChunkMBS must run that one."""
     return os.environ.get(CHUNK_MBS) == "host"
 
 
@@ -82,6 +82,6 @@ def _fields(section: object) -> dict[str, Any]:
 
 
 def plain_name(plan_class: type) -> str:
-    """What this host calls its plain all-to-all."""
+    """This host's name of its plain all-to-all."""
     names = typing.get_args(typing.get_type_hints(plan_class)["dispatcher"])
     return "alltoall" if "alltoall" in names else "fused"

@@ -1,4 +1,4 @@
-"""Checks a configuration that asks for Chunk MoE or ChunkMBS as soon as the host has read it, before any collective."""
+"""Checks a configuration with Chunk MoE or ChunkMBS as soon as the host has read it, before any collective."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _wrap(owner: object, name: str, after: Callable[[Any, Any], None]) -> Undo:
         try:
             after(first, result)
         except ConfigError as error:
-            # past the host's own handlers, which would bury it under two tracebacks
+            # not a ConfigError: the host's handlers would hide it under two tracebacks
             raise SystemExit(f"mindspeed_chunk: {error}") from None
         return result
 
@@ -49,7 +49,7 @@ def _look(arguments: Any) -> None:
 
 
 def check(arguments: Any) -> None:
-    """Raises ConfigError. Does nothing for a configuration that asks for neither."""
+    """Raises ConfigError. Does nothing for a configuration with neither feature."""
     _check_chunk_moe(arguments)
     mbs_checks.check(arguments)
 
@@ -60,8 +60,8 @@ def _check_chunk_moe(arguments: Any) -> None:
     if plan.dispatcher != NAME:
         return
     if settings.host_dispatcher_chosen():
-        if config_name.PATCH.state == APPLIED:  # the name is ours, so the host has nothing behind it
-            raise ConfigError.about(settings.DISPATCHER, "host", "this host has no chunkmoe of its own", "unset it")
+        if config_name.PATCH.state == APPLIED:  # the name is ours, so the host has no such dispatcher
+            raise ConfigError.about(settings.DISPATCHER, "host", "this host does not have its own chunkmoe", "unset it")
         return
     config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), checks.PLAN)
     _check_seams()
@@ -82,7 +82,7 @@ def _check_chunk_moe(arguments: Any) -> None:
 
 
 def _check_seams() -> None:
-    """The host's modules behind Chunk MoE are imported and looked at now, not in the middle of a run."""
+    """Import and check the host's modules for Chunk MoE now, not in the middle of a run."""
     for patch in (ep_dispatcher.PATCH, expert_parallel.PATCH):
         importlib.import_module(patch.module)
         if patch.state != APPLIED:

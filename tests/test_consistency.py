@@ -72,7 +72,7 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over():
     assert 1.7 < time.monotonic() - start < 3.5
     assert set(told.values()) == {
         f"{BEGINNING}rank 1: no answer within 2 s: start all ranks at the same time, "
-        "install the plugin there, unset what turns it off "
+        "install the plugin there, and do not turn it off "
         "(MINDSPEED_CHUNK_DISABLE)"
     }
 

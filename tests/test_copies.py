@@ -61,7 +61,7 @@ def test_a_second_copy_is_told_with_both_folders(two, editable):
     answer = told(first, editable=second) if editable else told(first, second)
     *_, line = answer.stdout.splitlines()
     used, hidden = first / "mindspeed_chunk", second / "mindspeed_chunk"
-    assert line == f"there are several copies: {used} is used, not used: {hidden}; remove what is not meant"
+    assert line == f"there are several copies: {used} is used, not used: {hidden}; remove the unwanted ones"
 
 
 def test_patches_of_another_copy_are_told_with_both_folders(two):

@@ -175,7 +175,8 @@ def test_choice_of_a_chunkmoe_that_the_host_has_not(host, monkeypatch):
     plan = types.SimpleNamespace(dispatcher="chunkmoe")
     arguments = types.SimpleNamespace(parallel=types.SimpleNamespace(ep_plan=plan))
     with pytest.raises(
-        mindspeed_chunk.ConfigError, match="MINDSPEED_CHUNK_DISPATCHER: 'host': this host has no chunkmoe"
+        mindspeed_chunk.ConfigError,
+        match="MINDSPEED_CHUNK_DISPATCHER: 'host': this host does not have its own chunkmoe",
     ):
         start_checks.check(arguments)
     monkeypatch.setattr(config_name.PATCH, "state", NOT_NEEDED)

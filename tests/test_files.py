@@ -156,8 +156,8 @@ def test_a_link_to_the_original_is_refused_and_the_original_stays(tmp_path, kind
     link.symlink_to("config.yaml") if kind == "symbolic" else os.link(original, link)
     code, told = fix(tmp_path, "config.yaml", *(["link.yaml"] if named else []))
     assert code == 2 and told == (
-        f"error: --fix: '{link.name}': is config.yaml by a link, and that file is written only by its own name; "
-        "give another file\n"
+        f"error: --fix: '{link.name}': is config.yaml through a link, and that file is written only under its own "
+        "name; give another file\n"
     )
     assert original.read_text(encoding="utf-8") == MISSPELT and link.samefile(original)
 

@@ -69,7 +69,7 @@ def test_a_line_names_file_line_severity_path_value_and_rule(run, tmp_path):
         ),
         (None, "cannot be read: No such file"),
         (CLEAN.replace("  recompute: true", "\trecompute: true"), "a tab"),
-        (CLEAN + "training: {}\n", "training: stands twice"),
+        (CLEAN + "training: {}\n", "training: given twice"),
         (spoilt(("micro_batch_size: 4", "micro_batch_size: four")), "micro_batch_size: 'four': must be an integer"),
         (spoilt(("moe_num_chunks: 4", "moe_num_chunks: two")), "moe_num_chunks: 'two': must be an integer"),
         (spoilt(("recompute: true", "recompute: 7")), "features.recompute: 7: must be a boolean"),
@@ -106,7 +106,7 @@ def test_a_call_without_a_file_is_one_line_and_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mindspeed-chunk"])
     with pytest.raises(SystemExit, match="^2$"):
         command.main()
-    assert capsys.readouterr().err == "error: give CONFIG.yaml; mindspeed-chunk lint --help tells the options\n"
+    assert capsys.readouterr().err == "error: give CONFIG.yaml; mindspeed-chunk lint --help lists the options\n"
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size: 4", "gradient_accumulation_steps: 1", "ulysses_parallel_size: 1"])

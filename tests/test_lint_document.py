@@ -46,15 +46,15 @@ def test_the_line_of_what_is_missing_is_that_of_what_is_around_it(path):
     ("text", "told"),
     [
         ("a:\n\tb: 1\n", "x.yaml:2: a tab"),
-        ("a: 1\nb: 2\na: 3\n", "x.yaml:3: a: stands twice, in line 1"),
-        ("a: {b: 1, b: 1}\n", "x.yaml:1: b: stands twice"),
+        ("a: 1\nb: 2\na: 3\n", "x.yaml:3: a: given twice, in line 1"),
+        ("a: {b: 1, b: 1}\n", "x.yaml:1: b: given twice"),
         ("a: [1\nb: 2\n", "x.yaml:2: not valid yaml"),
         ("a: !python/object:os.system {}\n", "x.yaml:1: not valid yaml: could not determine a constructor"),
         ("a: *b\n", "x.yaml:1: not valid yaml: found undefined alias"),
-        ("a: &x 1\nb: &x 2\n", "x.yaml:2: not valid yaml: an anchor of this name stands in line 1"),
+        ("a: &x 1\nb: &x 2\n", "x.yaml:2: not valid yaml: line 1 already has an anchor of this name"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2: not valid yaml"),
         ("a: \x01\n", "x.yaml: not valid yaml: unacceptable character"),
-        ("a: 2020-99-99\n", "x.yaml:1: not valid yaml: '2020-99-99' is no timestamp"),
+        ("a: 2020-99-99\n", "x.yaml:1: not valid yaml: '2020-99-99' is not a valid timestamp"),
         ("- a\n", "x.yaml: must be a mapping"),
         ("", "x.yaml: must be a mapping of sections, not empty"),
         ("? [a]\n: 1\n", "x.yaml:1: not valid yaml"),
@@ -86,7 +86,7 @@ def test_wildcards():
     assert not covered(Pattern("a.{*}", "p"), read_patterns(["a.{1-9}"], "p"))
     assert list(prefixes("a.0.b", read_patterns(["a.{*}", "*.b"], "p"))) == [2, 3]
     for wrong in ("a.{}", "a.{x}", "a.{3-1}", "a.{1}"):
-        with pytest.raises(ConfigError, match="is no wildcard"):
+        with pytest.raises(ConfigError, match="is not a wildcard"):
             Pattern(wrong, "path")
 
 

@@ -196,8 +196,13 @@ def test_an_empty_cache_is_left_out_and_a_full_one_refused():
 @pytest.mark.parametrize(
     ("args", "kwargs", "settings", "beginning"),
     [
-        ((), {"mask": rand(4, S)}, {"chunk_kwarg_names": ["mask"]}, "mask: [4, 7]: dimension 0 must be the batch's 5"),
-        ((rand(7, S),), {}, {"chunk_arg_indexs": [0, 1]}, "position_embeddings: [7, 7]: dimension 0 must be"),
+        (
+            (),
+            {"mask": rand(4, S)},
+            {"chunk_kwarg_names": ["mask"]},
+            "mask: [4, 7]: dimension 0 must have the batch's 5",
+        ),
+        ((rand(7, S),), {}, {"chunk_arg_indexs": [0, 1]}, "position_embeddings: [7, 7]: dimension 0 must have"),
         (((rand(B, S), rand(4, S)),), {}, {"chunk_arg_indexs": [0, 1]}, "position_embeddings[1]: [4, 7]: dimension 0"),
         ((), {"position_ids": rand(3, 4, S)}, {"chunk_kwarg_names": ["position_ids"]}, "position_ids: [3, 4, 7]: dim"),
     ],
@@ -303,7 +308,7 @@ def by_length(first, second):
         (lambda x: Plain(x), "outputs of two micro-chunks differ: Plain"),
         (lambda x: (x, SimpleNamespace(text="line\n" * 99, x=x)), "outputs of two micro-chunks differ: namespace"),
         # copied into place, these would be broadcast, or written over those of others
-        (by_length(lambda x: x, lambda x: x[:, :1]), r"an output of shape \[1, 1, 6\] .*, where .* \[1, 7, 6\]"),
+        (by_length(lambda x: x, lambda x: x[:, :1]), r"an output of shape \[1, 1, 6\] .*, expected \[1, 7, 6\]"),
         (by_length(lambda x: x.flatten(0, 1), lambda x: x[:, :3].flatten(0, 1)), r"an output of shape \[3, 6\]"),
         (by_length(lambda x: x, lambda x: x.float()), r"torch.float32"),
     ],

@@ -292,7 +292,7 @@ def test_ranks_with_different_numbers_of_micro_chunks_are_told_so_and_nothing_ha
         ((2, {}), (0, {})),
     ]
     first, second = run_ranks(on_ranks, 2, cases)
-    beginning = "ChunkMBS, layers.0: every rank must run equally many micro-chunks, but there are "
+    beginning = "ChunkMBS, layers.0: every rank must run the same number of micro-chunks, but there are "
     for told in (first, second):
         assert told[0].startswith(f"{beginning}3 on rank 0, 2 on rank 1; ")
         assert told[1].startswith(f"{beginning}1 on rank 0, 3 on rank 1; ")
@@ -304,7 +304,7 @@ def test_ranks_with_different_numbers_of_micro_chunks_are_told_so_and_nothing_ha
     assert second[3].startswith(f"{beginning}an error on rank 0, 3 on rank 1; ")
     assert first[4].startswith(f"{beginning}3 on rank 0, an error on rank 1; ")
     for told in (second[4], second[5]):
-        assert told.startswith("ChunkMBS, layers.0: attention_mask: [4, 1, 1]: dimension 0 must be the batch's 5 ")
+        assert told.startswith("ChunkMBS, layers.0: attention_mask: [4, 1, 1]: dimension 0 must have the batch's 5 ")
 
 
 class Failing(torch.autograd.Function):

@@ -66,7 +66,7 @@ def test_rows_of_visual_tokens_are_refused_by_name_however_many_there_are(counts
     with pytest.raises(CannotCut) as error:
         chunked(VisualBlock(), **settings)(rand(B, S, H), **kwargs)
     name = "deepstack_visual_embeds[0]" if depth else "deepstack_visual_embeds"
-    assert str(error.value).startswith(f"ChunkMBS, layers.0: {name}: rows of visual tokens, ")
+    assert str(error.value).startswith(f"ChunkMBS, layers.0: {name}: rows of visual tokens cannot be cut")
     assert "\n" not in str(error.value) and "features.enable_chunk_mbs: false" in str(error.value)
 
 
@@ -84,7 +84,9 @@ def test_rows_as_wide_as_the_hidden_states_need_a_name_of_the_users_under_any_na
     """The rule does not look at their number: with another batch it is another one."""
     told = visual(counts)
     kwargs = {"visual_pos_masks": told["visual_pos_masks"], "rows": told["deepstack_visual_embeds"]}
-    with pytest.raises(CannotCut, match=rf"^ChunkMBS, layers.0: rows: \[{sum(counts)}, 6\]: cannot tell whether its"):
+    with pytest.raises(
+        CannotCut, match=rf"^ChunkMBS, layers.0: rows: \[{sum(counts)}, 6\]: it is not clear whether its"
+    ):
         chunked(VisualBlock())(rand(B, S, H), **kwargs)
 
 
@@ -125,7 +127,7 @@ def test_a_rank_that_alone_has_visual_tokens_is_told_of_by_the_others():
     cases = [(one, other) for one in COUNTS[:4] for other in (COUNTS[3], None)] + [(None, None)]
     first, second = run_ranks(on_ranks, 2, cases)
     for (_, other), one, two in zip(cases[:-1], first, second):
-        assert one.startswith("ChunkMBS, layers.0: deepstack_visual_embeds: rows of visual tokens, ")
+        assert one.startswith("ChunkMBS, layers.0: deepstack_visual_embeds: rows of visual tokens cannot be cut")
         if other is None:
             assert "there are an error on rank 0, 4 on rank 1" in two
         else:
@@ -221,7 +223,9 @@ def test_what_a_block_left_for_later_ones_is_refused_where_it_is_read():
     first, second = (chunk.wrap(f"layers.{number}", shares, shares) for number in range(2))
     kept = UserDict()
     hidden = first(rand(B, S, H), shared_kv_states=kept)
-    with pytest.raises(CannotCut, match=r"^ChunkMBS, layers.1: shared_kv_states: UserDict with full_attention: what"):
+    with pytest.raises(
+        CannotCut, match=r"^ChunkMBS, layers.1: shared_kv_states: UserDict with full_attention: a block would"
+    ):
         second(hidden, shared_kv_states=kept)
 
 

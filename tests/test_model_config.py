@@ -33,10 +33,16 @@ def folder(path, change):
 
 # What lint, and what the trainer, says of it; None: it can be used.
 BAD = {
-    "layers": ({"text_config.num_hidden_layers": 100_000}, "its num_hidden_layers is 100000, and at most 1000 layers"),
-    "more layers": ({"text_config.num_hidden_layers": 10**12}, "its num_hidden_layers is 1000000000000, and at most"),
-    "list of layers": ({"text_config.layer_types": ["full_attention"] * 5000}, "its layer_types is 5000, and at most"),
-    "depth": ({"vision_config.depth": 10**9}, "its depth is 1000000000, and at most 1000 layers"),
+    "layers": ({"text_config.num_hidden_layers": 100_000}, "its num_hidden_layers is 100000, but must be at most 1000"),
+    "more layers": (
+        {"text_config.num_hidden_layers": 10**12},
+        "its num_hidden_layers is 1000000000000, but must be at most",
+    ),
+    "list of layers": (
+        {"text_config.layer_types": ["full_attention"] * 5000},
+        "its layer_types is 5000, but must be at most",
+    ),
+    "depth": ({"vision_config.depth": 10**9}, "its depth is 1000000000, but must be at most 1000"),
     "brackets": ("[" * 3000, "its config.json is not valid: "),
     "many brackets": ("[" * 200_000, "its config.json is not valid: "),
     "list": ("[]", "its config.json is not valid: it must be a mapping"),
@@ -78,7 +84,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path, monkeypatch)
 def test_a_name_of_5000_characters_is_one_line(name):
     text = spoilt((f"{EXAMPLE / 'tiny'}", name))
     (found,) = [each for each in lint.check(Document(text, "x.yaml")) if each.rule == "model-not-checked"]
-    assert "no config.json here or beside the yaml" in found.message
+    assert "no config.json here or next to the yaml" in found.message
     with pytest.raises(ConfigError, match="has no config.json"):
         read_model_config(read(f"model.model_name_or_path={name}"), 256)
     with pytest.raises(ConfigError, match="no folder with a config.json, and no built-in model"):
@@ -95,7 +101,7 @@ def test_a_model_of_more_modules_than_a_second_builds_is_not_built(tmp_path, mon
 
 def test_a_model_that_this_machine_cannot_hold_is_one_line(tmp_path):
     config = read(f"model.model_name_or_path={folder(tmp_path, {'text_config.vocab_size': 10**11})}")
-    with pytest.raises(ConfigError, match=r"its weights are [\d.e+]+ GiB in fp32, and this machine has [\d.e+]+ GiB"):
+    with pytest.raises(ConfigError, match=r"its weights are [\d.e+]+ GiB in fp32, but this machine has [\d.e+]+ GiB"):
         build_model(config, read_model_config(config, 256))
 
 
@@ -106,9 +112,9 @@ PLANNED = {
     "odd list": ({"text_config.layer_types": [[], {}, 1, None]}, "must be a list of 4 (num_hidden_layers), each"),
     "text": ({"text_config": 5}, "text_config: 5: must be a mapping"),
     "vision": ({"vision_config": [1]}, "vision_config: [1]: must be a mapping"),
-    "layers": ({"text_config.num_hidden_layers": 10**9}, "is 1000000000, and at most 1000 layers are taken"),
+    "layers": ({"text_config.num_hidden_layers": 10**9}, "is 1000000000, but must be at most 1000"),
     "size": ({"text_config.hidden_size": 10**30}, "must be an integer of at least 1 and at most 1000000000;"),
-    "brackets": ("[" * 3000, "its config.json is not valid: too many brackets inside of one another"),
+    "brackets": ("[" * 3000, "its config.json is not valid: it has too many nested brackets"),
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_ranks_that_differ_get_one_message_on_all_of_them():
         "chunk_moe_schedule: rolling on rank 0, pair on rank 1": {"schedule": "pair"},
         "chunk_moe_keep: activations on rank 0, input on rank 1": {"keep": "input"},
         "num_experts: 8 on rank 0, 4 on rank 1": {"experts": 4},
-        "experts a token: 3 on rank 0, 2 on rank 1": {"top_k": 2},
+        "experts per token: 3 on rank 0, 2 on rank 1": {"top_k": 2},
         "hidden size: 10 on rank 0, 6 on rank 1": {"hidden": 6},
         "dtype of the rows: torch.float64 on rank 0, torch.float32 on rank 1": {"dtype": torch.float32},
         "dtype of the router weights: torch.float64 on rank 0, torch.float32": {"router_dtype": torch.float32},

@@ -86,12 +86,12 @@ def test_order_of_exchanges_depends_on_the_number_of_chunks_alone(name):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("P0 D0 D0 E0 C0 U0", "D0 stands twice"),
+        ("P0 D0 D0 E0 C0 U0", "D0 occurs twice"),
         ("P1 D1 E1 C1 U1", "numbered from 0"),
         ("P0 D0 E0 C0 U0 P1 D1 E1 C1", "U1 is missing"),
-        ("P0 E0 D0 C0 U0", "E0 stands before D0"),
-        ("P0 D0 E0 U0 C0", "U0 stands before C0"),
-        ("P0 D0 W0 E0 C0 U0", "W0 stands before E0"),
+        ("P0 E0 D0 C0 U0", "E0 is before D0"),
+        ("P0 D0 E0 U0 C0", "U0 is before C0"),
+        ("P0 D0 W0 E0 C0 U0", "W0 is before E0"),
         ("P0 P1 D1 D0 E0 C0 E1 C1 U0 U1", "not in chunk order"),
         ("P0 D0 P1 D1 P2 D2 E0 C0 E1 C1 E2 C2 U0 U1 U2", "3 chunks are between D and C"),
         ("P0 D0 E0 C0 P1 D1 E1 C1 P2 D2 E2 C2 P3 D3 E3 C3 U0 U1 U2 U3", "4 chunks own buffers"),

@@ -160,7 +160,7 @@ def test_blocks_that_are_wrapped_too_late_are_an_error(folder, tmp_path):
     for process in start(folder, "master", before=(tmp_path,)):
         assert process.returncode
         *_, error = process.stderr.strip().splitlines()
-        assert "apply_modules: ['layers.0', 'layers.1']: reached by ChunkMBS before" in error
+        assert "apply_modules: ['layers.0', 'layers.1']: wrapped by ChunkMBS before" in error
         assert "features.recompute and features.enable_activation_offload" in error
 
 
@@ -181,7 +181,7 @@ def test_blocks_that_are_wrapped_too_late_are_an_error(folder, tmp_path):
                 ("import apply_chunkmbs_module,", "import apply_chunkmbs_module as apply,"),
                 ("apply_chunkmbs_module(c", "apply(c"),
             ],
-            f"expected {APPLIER} to call it by this name, found another way; MINDSPEED_CHUNK_MBS=host runs the host's",
+            f"expected {APPLIER} to call it by this name, found another call; MINDSPEED_CHUNK_MBS=host runs the host's",
         ),
         (
             "26.0",
@@ -328,7 +328,7 @@ READING = {
         {},
         {"apply_modules": NESTED, "hook_modules": ["layers.{*}", "layers.{*}.experts"]},
         {},
-        ["parallel.fsdp_plan.hook_modules: ['layers.{*}', 'layers.{*}.experts']: ", "nothing inside of them"],
+        ["parallel.fsdp_plan.hook_modules: ['layers.{*}', 'layers.{*}.experts']: ", "no modules inside them"],
     ),
 }
 OFFLOADED_TOO = {"loss_cfg": {"router_aux_loss_offload": True}}
@@ -343,7 +343,7 @@ def test_a_wrong_configuration_is_one_line_before_anything_starts(flavour, tmp_p
         cases[name], expected[name] = (str(path), environment), wanted
     if flavour == "26.0":
         cases["host's"] = str(configured(tmp_path / "host's", flavour)), {"MINDSPEED_CHUNK_MBS": "host"}
-        expected["host's"] = ["MINDSPEED_CHUNK_MBS: 'host': this host has no ChunkMBS of its own"]
+        expected["host's"] = ["MINDSPEED_CHUNK_MBS: 'host': this host does not have its own ChunkMBS"]
         cases["text"] = str(configured(tmp_path / "text", flavour, features={"enable_chunk_mbs": "yes"})), {}
         expected["text"] = ["features.enable_chunk_mbs: 'yes': must be a boolean"]
     else:

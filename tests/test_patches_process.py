@@ -191,7 +191,7 @@ SINCE_26_1 = {
         {},
         {"features": replaying("layers.{*}.gate", "layers.{0-1}")},
         {},
-        ["features.recompute_plan.op_replay_scopes: ['layers.{0-1}']: holds chunked layers (layers.{*}.experts)"],
+        ["features.recompute_plan.op_replay_scopes: ['layers.{0-1}']: contains chunked layers (layers.{*}.experts)"],
     ),
     "quantised": (
         {},
@@ -205,7 +205,7 @@ NO_OWN = {
         {},
         {},
         {"MINDSPEED_CHUNK_DISPATCHER": "host"},
-        ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "has no chunkmoe"],
+        ["MINDSPEED_CHUNK_DISPATCHER: 'host'", "does not have its own chunkmoe"],
     )
 }
 # pydantic of a host with a chunkmoe of its own, which has typed fields for these, answers or converts first

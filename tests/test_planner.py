@@ -321,7 +321,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(words, told, capsys, monkeyp
     "content, told",
     [
         ("[1]", "must be a mapping"),
-        ("a: 1\n\tb: 2", "a tab where yaml takes spaces only"),
+        ("a: 1\n\tb: 2", "a tab where yaml allows only spaces"),
         ("memory_gb: 1", "is missing"),
         ("speed: 1", "unknown key"),
         (f"{{memory_gb: -1, {REST}}}", "must be a number of at least 0.001 and at most 1000000"),

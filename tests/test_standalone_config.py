@@ -78,7 +78,7 @@ def bad(tmp_path_factory):
             tiny("features.recompute_plan.apply_modules=['layers.{*}']"),
             ["features.recompute_plan.apply_modules", "layers.{*}", "matches no module"],
         ),
-        "wildcard": (tiny("parallel.fsdp_plan.apply_modules=['l.{a}']"), ["{a} is no wildcard"]),
+        "wildcard": (tiny("parallel.fsdp_plan.apply_modules=['l.{a}']"), ["{a} is not a wildcard"]),
         "names no list": (tiny("parallel.fsdp_plan.apply_modules=lm_head"), ["must be a list of names"]),
         "number": (tiny("training.lr=fast"), ["training.lr: 'fast': must be a number >= 0"]),
         "number boolean": (tiny("training.lr=true"), ["training.lr: True: must be a number"]),
@@ -159,7 +159,7 @@ def test_a_misspelt_key_is_named_with_the_one_it_nearly_is():
 def test_chunk_keys_with_another_dispatcher():
     plan = "parallel.ep_plan"
     _, told = load_config(YAML, [f"{plan}.dispatcher=alltoall"], 2)
-    assert told == [f"{plan}.moe_num_chunks: without effect while {plan}.dispatcher is alltoall; set it to chunkmoe"]
+    assert told == [f"{plan}.moe_num_chunks: no effect while {plan}.dispatcher is alltoall; set it to chunkmoe"]
     assert load_config(YAML, [f"{plan}.dispatcher=alltoall", f"{plan}.moe_num_chunks=0"], 2)[1] == []
 
 

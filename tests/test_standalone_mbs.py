@@ -236,11 +236,11 @@ BAD = {
     ),
     "recompute around": (
         ["features.recompute_plan.apply_modules=['model.language_model']"],
-        [f"{LAYERS}.0", "inside of modules of features.recompute_plan.apply_modules"],
+        [f"{LAYERS}.0", "inside modules of features.recompute_plan.apply_modules"],
     ),
     "twice": (
         [f"features.chunkmbs_plan.apply_modules=['{LAYERS}.{{*}}', '{LAYERS}.{{*}}.mlp']"],
-        [f"{LAYERS}.0.mlp", "inside of other modules of the list"],
+        [f"{LAYERS}.0.mlp", "inside other modules of the list"],
     ),
 }
 
@@ -283,7 +283,7 @@ def test_settings_are_read_and_what_they_do_not_do_is_told():
     assert config.chunk_mbs == ChunkMBSConfig(apply_modules=pattern, chunk_kwarg_names=("attention_mask",))
     assert len(told) == 1 and told[0].startswith("features.enable_activation_offload: 'off': ")
     _, told = load_config(YAML, [MODEL, on, "features.chunkmbs_plan.chunk_mbs=4", *chunk_mbs(4)], 2)
-    assert told == ["features.chunkmbs_plan.chunk_mbs: 4: without effect, since training.micro_batch_size is 4"]
+    assert told == ["features.chunkmbs_plan.chunk_mbs: 4: no effect, because training.micro_batch_size is 4"]
     assert load_config(YAML, [MODEL], 2)[0].chunk_mbs is None
 
 
@@ -337,4 +337,4 @@ def contained(rank, world_size):
 
 def test_units_that_cannot_be_gathered_with_their_block_are_refused():
     (told,) = run_ranks(contained, 1)
-    assert len(told) == 2 and all("stands in a container or in two places" in line for line in told)
+    assert len(told) == 2 and all("is in a container or in two places" in line for line in told)

@@ -3,8 +3,8 @@
     python docs/make            writes what is out of date, and names it
     python docs/make --check    writes nothing, shows the differences, and exits with 1 if there are any
 
-In an environment with this package. A table stands in its document between
-`<!-- table: NAME -->` and `<!-- end of table -->`; all else there is written by hand.
+Run it in an environment with this package. A table is in its document between
+`<!-- table: NAME -->` and `<!-- end of table -->`; everything else there is written by hand.
 """
 
 import argparse

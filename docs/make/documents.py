@@ -1,4 +1,4 @@
-"""Which table stands in which document, which files are made whole, and what each should hold now."""
+"""Which table is in which document, which files are generated completely, and what each should contain now."""
 
 import difflib
 from pathlib import Path
@@ -48,7 +48,7 @@ def current(name: str) -> str:
 
 
 def difference(name: str, text: str) -> str:
-    """From the file as it is to `text`, as a unified diff; empty where they are equal."""
+    """From the file as it is to `text`, as a unified diff; empty if they are equal."""
     path = ROOT / name
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = difflib.unified_diff(old.splitlines(True), text.splitlines(True), name, f"{name} (from the code)")

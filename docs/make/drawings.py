@@ -1,7 +1,7 @@
 """Draws the pictures of the documents: docs/*.svg.
 
-Timelines are what the simulator makes of the schedules (`mindspeed_chunk.moe.schedule`); the other two drawings are
-laid out by hand below. Each has a background of its own and colours for a light and a dark page.
+The simulator computes the timelines from the schedules (`mindspeed_chunk.moe.schedule`); the other two drawings are
+laid out by hand below. Each has its own background, and colours for a light and a dark page.
 """
 
 from __future__ import annotations

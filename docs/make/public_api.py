@@ -99,7 +99,7 @@ def _fields(cls: type) -> list[tuple[str, str, str]]:
 
 
 def _type(annotation: object) -> str:
-    # of a named tuple, a text stands in a ForwardRef
+    # the text of a named tuple's annotation is in a ForwardRef
     annotation = getattr(annotation, "__forward_arg__", annotation)
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 

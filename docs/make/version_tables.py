@@ -1,4 +1,4 @@
-"""Versions: what the package asks for, what its patches were made for, what CI runs."""
+"""Versions: what the package requires, what its patches were made for, what CI runs."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST_REQUIREMENTS = ROOT / "examples" / "qwen3_5_35b" / "requirements-host.txt"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
-_LOOK_ALIKE = "nothing of its own: the tests against a look-alike of its modules"
+_LOOK_ALIKE = "not its own code: the tests against a look-alike of its modules"
 _RUN = "on CPU ranks, its stock trainer: the tests of `tests/test_host_real.py` and `tests/test_host_real_mbs.py`"
 # What was done with each version that the patches' records name, oldest first.
 HOSTS = {"26.0.0": _LOOK_ALIKE, "26.1.0": _RUN, "master of 2026-08": _RUN, "newest master": _LOOK_ALIKE}
@@ -25,7 +25,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def metadata() -> dict:
-    """The keywords of `setup()` in setup.py that are written out there, as values."""
+    """The keywords of `setup()` in setup.py that are literals, as values."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     (call,) = (
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
@@ -57,7 +57,7 @@ def requirements() -> str:
 
 
 def hosts_of(patch: Patch) -> dict[str, str]:
-    """The versions of a record, and what stands behind each in brackets."""
+    """The versions of a record, and the text in brackets after each."""
     return dict(pair for version in patch.hosts.split(", ") for pair in re.findall(r"^(.+?)(?: \((.+)\))?$", version))
 
 
@@ -81,7 +81,7 @@ def _bound(version: str) -> list[str]:
 
 
 def kernels() -> str:
-    """The dtypes of `OPS`; which releases have `LATER`, by which the two columns are told apart, is said beside it."""
+    """The dtypes of `OPS`. The columns differ in `LATER`; its comment says which releases have it."""
 
     def told(dtypes: tuple) -> str:
         return ", ".join(_DTYPES[str(dtype).removeprefix("torch.")] for dtype in dtypes)
@@ -94,7 +94,7 @@ def kernels() -> str:
 
 
 def newest_torch() -> str:
-    """That of `ci/test.sh`, unless it is told another."""
+    """The default of `ci/test.sh`."""
     (found,) = set(re.findall(r"TORCH_VERSION:-([\d.]+)", (ROOT / "ci" / "test.sh").read_text()))
     return found
 

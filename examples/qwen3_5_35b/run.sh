@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3.5-35B-A3B with Chunk MoE on the 16 NPUs of this machine. Start it in the root of a MindSpeed-MM checkout:
-#   bash .../examples/qwen3_5_35b/run.sh [CONFIG.yaml]       (default: qwen3_5_35b_npu.yaml beside this file)
+#   bash .../examples/qwen3_5_35b/run.sh [CONFIG.yaml]       (default: qwen3_5_35b_npu.yaml next to this file)
 # 在 MindSpeed-MM 代码仓根目录下执行；默认使用本文件同目录下的 qwen3_5_35b_npu.yaml。
 #
 #   CANN             set_env.sh of CANN (default: /usr/local/Ascend/cann/set_env.sh)

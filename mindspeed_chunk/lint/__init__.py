@@ -1,4 +1,4 @@
-"""Holds a MindSpeed-MM yaml against rules: what is wrong, what is risky, what is wasteful. Imports no host."""
+"""Checks a MindSpeed-MM yaml with rules: what is wrong, what is risky, what is wasteful. Imports no host."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mindspeed_chunk.lint.document import Document, Unreadable
 from mindspeed_chunk.lint.rule import Finding, Subject
 
 RULES = (*rules_keys.RULES, *rules_model.RULES, *rules_moe.RULES, *rules_batch.RULES, *rules_mbs.RULES)
-# A yaml without any of them belongs to another trainer of the host, or is none of a trainer.
+# A yaml without any of them is for another trainer of the host, or for none.
 FSDP2_SECTIONS = ("parallel", "features", "training")
 
 
 def check(document: Document, world: int | None = None, devices_per_node: int = 8) -> list[Finding]:
-    """What all rules find, by line. Raises Unreadable for a yaml of another kind, or a value of a wrong type."""
+    """The findings of all rules, by line. Raises Unreadable for another kind of yaml, or a value of a wrong type."""
     if not any(section in document.data for section in FSDP2_SECTIONS):
         raise Unreadable(
             f"{document.name}: not a yaml of MindSpeed-MM's FSDP2 trainer, which has at least one of the sections "
@@ -29,6 +29,6 @@ def check(document: Document, world: int | None = None, devices_per_node: int = 
     for rule in RULES:
         for problem, edits, item in rule.find(subject):
             line = document.line(problem.path, item)
-            # the first rule to say it is the one whose matter it is
+            # if several rules find the same, the first one reports it
             found.setdefault(str(problem), Finding(rule.id, rule.severity, problem.path, line, str(problem), edits))
     return sorted(found.values(), key=lambda finding: finding.line)

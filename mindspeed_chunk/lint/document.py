@@ -1,4 +1,4 @@
-"""A yaml as the host reads it, which still knows in which line each key is."""
+"""A yaml as the host reads it, with the line of each key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Document", "Unreadable"]
 
 
 class Document:
-    """The text and what it says.
+    """The text and its content.
 
     Attributes:
         data: what the host gets.
@@ -46,7 +46,7 @@ class Document:
         return key, node
 
     def line(self, path: str, item: str = "") -> int:
-        """Where the key stands, or an item of its list, from 1; where it does not, the nearest key around it."""
+        """The line of the key, or of an item of its list, from 1; without such a key, of the nearest one around it."""
         while (place := self.find(path)) is None:
             path = path.rpartition(".")[0]
         key, value = place

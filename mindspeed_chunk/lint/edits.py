@@ -1,8 +1,8 @@
 """Corrections of a yaml's text, which leave every other character as it is.
 
-Each is tried on a copy, which must say exactly what was meant, in values of the right types. An edit inside of an
-anchor that others name would change more; under its right name, a key may have a value of a wrong type. Both are not
-made.
+Each is tried on a copy, which must have exactly the intended content, with values of the right types. Two kinds of
+edits are not made. One inside an anchor that is used elsewhere would change more than intended. And under its correct
+name, a key may have a value of a wrong type.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Set:
-    """A plain value that is there."""
+    """An existing plain value."""
 
     path: str
     value: object
@@ -69,7 +69,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Append:
-    """To a list of names that is there and not empty."""
+    """To an existing list of names that is not empty."""
 
     path: str
     item: str
@@ -83,7 +83,7 @@ class Append:
         end = last.end_mark.index
         if isinstance(value, yaml.CollectionNode) and value.flow_style:
             return f"{text[:end]}, {_written([self.item])[1:-1]}{text[end:]}"
-        # behind what else stands in the last item's line
+        # after everything in the last item's line
         line_end = next(_LINE_END.finditer(text, end))
         end, line = line_end.start(), text.rfind("\n", 0, last.start_mark.index) + 1
         dash = text[line : last.start_mark.index]
@@ -94,7 +94,7 @@ Edit = Rename | Set | Remove | Append
 
 
 def apply(document: Document, edit: Edit) -> Document | None:
-    """The corrected document; None where the edit cannot be made, or would change anything else."""
+    """The corrected document; None if the edit cannot be made, or would change anything else."""
     *parents, key = edit.path.split(".")
     try:
         meant = parent = _unshared(document.data)
@@ -104,13 +104,13 @@ def apply(document: Document, edit: Edit) -> Document | None:
         made = Document(edit.on_text(document), document.name)
         keys.read(made.data)
         return made if made.data == meant else None
-    # no such place, text that says something else, or a value of a wrong type
+    # no such place, text with another content, or a value of a wrong type
     except (KeyError, IndexError, TypeError, AttributeError, ConfigError):
         return None
 
 
 def _unshared(data: Any) -> Any:
-    """A copy in which nothing stands twice, however often the yaml's aliases name it."""
+    """A copy without shared objects, even where the yaml uses aliases."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     if isinstance(data, list):

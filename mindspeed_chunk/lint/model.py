@@ -1,4 +1,4 @@
-"""Names of a model's modules, from its config folder alone: built on the meta device, without weights."""
+"""Names of a model's modules, from its config folder: the model is built on the meta device, without weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_MODULES = 10_000  # a second's work
 
 
 class CannotBuild(Exception):
-    """One line on why."""
+    """The reason, in one line."""
 
 
 @contextlib.contextmanager
 def _at_most(number: int) -> Iterator[None]:
-    """Raises CannotBuild from within, where more modules are made."""
+    """Raises CannotBuild inside the block if more modules are made."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     made = itertools.count(1)
@@ -54,7 +54,7 @@ def module_names(folder: Path) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            # imports the model's module, which is not to happen on the meta device
+            # imports the model's module, which must not happen on the meta device
             cls = getattr(transformers, (config.architectures or [""])[0], None)
             if cls is None:
                 raise CannotBuild(f"transformers {transformers.__version__} has no {config.architectures}")

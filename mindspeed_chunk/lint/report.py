@@ -1,4 +1,4 @@
-"""What was found, in the forms in which it is told."""
+"""The output formats of the findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.rule import NOTE, SEVERITIES, Finding
 from mindspeed_chunk.wording import one_line
 
-MAX_EDITS = 50  # each is tried on a copy, which is read anew
+MAX_EDITS = 50  # each is tried on a copy, which is read again
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -26,7 +26,7 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def lines(name: str, findings: Sequence[Finding]) -> list[str]:
-    """One a finding, and one that sums up."""
+    """One line per finding, and one with the counts."""
     name = one_line(name)
     told = [f"{name}:{f.line}: {f.severity}: {f.message} [{f.rule}]" for f in findings]
     number = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts(findings).items())
@@ -48,14 +48,14 @@ def as_json(findings: Sequence[Finding]) -> list[dict]:
 
 
 def fixed(document: Document, findings: Sequence[Finding]) -> Document:
-    """The document with the first `MAX_EDITS` corrections that have one right answer, and nothing else changed."""
+    """The document with the first `MAX_EDITS` corrections, and nothing else changed."""
     for edit in [edit for finding in findings for edit in finding.edits][:MAX_EDITS]:
         document = edits.apply(document, edit) or document
     return document
 
 
 def difference(before: Document, after: Document, name: str) -> str:
-    """As `diff -u` shows it; empty where there is none."""
+    """As `diff -u` shows it; empty if there is none."""
     old, new = (document.text.splitlines(keepends=True) for document in (before, after))
     return "".join(difflib.unified_diff(old, new, before.name, name))
 

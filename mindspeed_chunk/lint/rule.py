@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and what it looks at."""
+"""A rule, what it finds, and what it checks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Settings = TypeVar("_Settings")
 
 
 class Problem(NamedTuple):
-    """`error.path` says where; of a list, `item` says which one.
+    """`error.path` is the place; in a list, `item` is the item.
 
-    `edits`: what would cure it, where there is one right answer.
+    `edits`: the correction, if there is one right answer.
     """
 
     error: ConfigError
@@ -53,11 +53,11 @@ class Finding:
 
 
 class Subject:
-    """The configuration that rules are held against.
+    """The configuration that rules check.
 
     Args:
-        world: ranks of the run; None where that is not known.
-        devices_per_node: ranks that are joined by the fast link.
+        world: number of ranks of the run; None if it is not known.
+        devices_per_node: number of ranks that are connected by the fast link.
     """
 
     def __init__(self, document: Document, world: int | None, devices_per_node: int) -> None:
@@ -65,7 +65,7 @@ class Subject:
         self.settings = keys.read(document.data)
 
     def get(self, path: str, default: Any = None) -> Any:
-        """What stands at the path; `default` where nothing does, or null."""
+        """The value at the path; `default` if there is none, or null."""
         found: Any = self.settings
         for segment in path.split("."):
             found = found.get(segment) if isinstance(found, Mapping) else None
@@ -73,7 +73,7 @@ class Subject:
 
     @functools.cached_property
     def model_folder(self) -> Path | None:
-        """The folder with the model's config.json, looked for from here and from the yaml."""
+        """The folder with the model's config.json, searched from the current folder and from the yaml's."""
         name = self.get("model.model_name_or_path")
         if not name:
             return None
@@ -86,7 +86,7 @@ class Subject:
 
 
 def problems(check: Callable, *arguments: object, edits: Iterable[Edit] = ()) -> Iterator[Problem]:
-    """What a check of the features has to say: one of those that run at start, too."""
+    """The problems that a check of the features finds; these checks also run at start."""
     try:
         check(*arguments)
     except ConfigError as error:
@@ -96,13 +96,13 @@ def problems(check: Callable, *arguments: object, edits: Iterable[Edit] = ()) ->
 def read_leniently(
     read: Callable[[Mapping], _Settings], plan: Mapping, path: str
 ) -> tuple[_Settings | None, list[ConfigError]]:
-    """What `read(plan)` makes of the plan once its wrong keys are left out, or None; and what it said of each."""
+    """The result of `read(plan)` without the wrong keys, or None; and the error of each wrong key."""
     wrong: list[ConfigError] = []
     plan = dict(plan)
     while True:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is worth a warning is a rule of its own
+                warnings.simplefilter("ignore")  # a rule of lint reports it
                 return read(plan), wrong
         except ConfigError as error:
             if any(error.path == other.path for other in wrong):

@@ -1,4 +1,4 @@
-"""Rules on how ranks are split and what they make of a global batch, as MindSpeed-MM's arguments reckon it."""
+"""Rules on the split of ranks and on the global batch, as MindSpeed-MM's arguments compute it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ GLOBAL, STEPS, MICRO = (
 
 
 def _product(subject: Subject) -> int:
-    """Ranks that work on the same samples; 0 where a size is below 1."""
+    """Number of ranks that work on the same samples; 0 if a size is below 1."""
     sizes = [subject.get(path, 1) for path in SPLITS]
     return math.prod(sizes) if min(sizes) > 0 else 0
 
 
 def _samples(subject: Subject) -> int:
-    """Of one data-parallel rank and optimizer step; 0 where a number is below 1."""
+    """Samples per data-parallel rank and optimizer step; 0 if a number is below 1."""
     numbers = subject.get(MICRO, 1), subject.get(STEPS, 1)
     return math.prod(numbers) if min(numbers) > 0 else 0
 
 
 def data_parallel_size(subject: Subject) -> int | None:
-    """None where the number of ranks is not known, or does not fit."""
+    """None if the number of ranks is not known, or does not fit."""
     split = _product(subject)
     if subject.world is None or split < 1 or subject.world % split:
         return None
@@ -37,7 +37,7 @@ def data_parallel_size(subject: Subject) -> int | None:
 
 
 def global_batch(subject: Subject) -> tuple[int, str] | None:
-    """Samples an optimizer step, and how they come about; None where ranks are not known, or a number is below 1."""
+    """Samples per optimizer step, and their factors; None if ranks are not known, or a number is below 1."""
     ranks = data_parallel_size(subject)
     if ranks is None or not _samples(subject):
         return None
@@ -70,34 +70,34 @@ def world(subject: Subject) -> Iterator[Problem]:
     path = "parallel.data_parallel_size"
     told = subject.get(path)
     if told is not None and told != ranks // split:
-        rule = f"{ranks} ranks make {ranks // split}"
-        yield Problem(ConfigError.about(path, told, rule, "remove it: MindSpeed-MM reckons it"))
+        rule = f"with {ranks} ranks it is {ranks // split}"
+        yield Problem(ConfigError.about(path, told, rule, "remove it: MindSpeed-MM computes it"))
 
 
 def global_size(subject: Subject) -> Iterator[Problem]:
-    """MindSpeed-MM sets it to the product, whatever the yaml says, and takes no accumulation for 1."""
+    """MindSpeed-MM sets it to the product, whatever the yaml says; without accumulation the factor is 1."""
     told, samples = subject.get(GLOBAL), _samples(subject)
     if told is None or not samples or not _product(subject):
         return
     reckoned = global_batch(subject)
     way_out = f"set {STEPS}, which decides"
     if reckoned is not None and reckoned[0] != told:
-        rule = f"MindSpeed-MM ignores it and makes {reckoned[0]}, {reckoned[1]}"
+        rule = f"MindSpeed-MM ignores it and uses {reckoned[0]}, {reckoned[1]}"
         yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
     elif reckoned is None:
         if told % samples:
-            rule = f"MindSpeed-MM ignores it, and no number of ranks with {samples} samples each makes it"
+            rule = f"MindSpeed-MM ignores it, and it is not a multiple of the {samples} samples per rank"
             yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
         elif subject.get(STEPS) is None:
-            rule = f"MindSpeed-MM ignores it, and without {STEPS} accumulates nothing"
+            rule = f"MindSpeed-MM ignores it, and without {STEPS} does not accumulate"
             yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
 
 
 def accumulation(subject: Subject) -> Iterator[Problem]:
     steps = subject.get(STEPS, 1)
     if steps > 1 and _samples(subject) and not subject.get("features.enable_chunk_mbs", False):
-        rule = f"gathers every block's parameters {steps} times a step and direction"
-        way_out = f"ChunkMBS gathers once: {MICRO} {steps} times as large, chunk_mbs {subject.get(MICRO, 1)}"
+        rule = f"gathers every block's parameters {steps} times per step and direction"
+        way_out = f"use ChunkMBS, which gathers once: {MICRO} {steps} times as large, chunk_mbs {subject.get(MICRO, 1)}"
         yield Problem(ConfigError.about(STEPS, steps, rule, way_out))
 
 
@@ -105,7 +105,7 @@ RULES = (
     Rule("positive-size", ERROR, "A batch size, a number of steps or a parallel size below 1.", positive),
     Rule("world-split", ERROR, "The parallel sizes do not fit the number of ranks. Needs `--world`.", world),
     Rule("global-batch", WARNING, "`training.global_batch_size` is not micro batch x data-parallel size x "
-         "accumulation, which MindSpeed-MM uses in its place.", global_size),
-    Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once a micro "
-         "batch.", accumulation),
+         "accumulation, which MindSpeed-MM uses instead.", global_size),
+    Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once per "
+         "micro batch.", accumulation),
 )  # fmt: skip

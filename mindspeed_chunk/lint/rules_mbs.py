@@ -20,9 +20,9 @@ def asked(subject: Subject) -> bool:
 
 
 def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
-    """The settings without what is wrong with them, one wrong key after the other; and all that is wrong."""
+    """The settings without their wrong keys; and the errors."""
     config, wrong = read_leniently(checks.read_config, subject.get(PLAN, {}), PLAN)
-    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to say
+    return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to check
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
@@ -33,7 +33,7 @@ def settings(subject: Subject) -> Iterator[Problem]:
 
 
 def inner(subject: Subject) -> checks.Inner:
-    """Modules that are recomputed and offloaded, by the key that turns it on; None where it is off."""
+    """Modules that are recomputed and offloaded, by the key that turns it on; None if it is off."""
     get = subject.get
     return checks.inner(get, [old if get(old) and not get(new) else new for new, old in checks.SWITCHES.items()])
 
@@ -45,7 +45,7 @@ def covered(subject: Subject) -> Iterator[Problem]:
     for switch, patterns in inner(subject).items():
         try:
             missing = checks.not_covered(switch, patterns, blocks) if patterns is not None else []
-        except ConfigError:  # of a name that cannot be read, which the check says below
+        except ConfigError:  # a name that cannot be read, which the check below reports
             missing = []
         edits = (Append(checks.names_key(switch), block) for block in missing)
         yield from problems(checks.check_covered, {switch: patterns}, blocks, edits=edits)
@@ -54,7 +54,7 @@ def covered(subject: Subject) -> Iterator[Problem]:
 def memory(subject: Subject) -> Iterator[Problem]:
     if asked(subject):
         switches = [switch for switch, patterns in inner(subject).items() if patterns is None]
-        # only where it is plain for which modules
+        # only if the list of modules is given
         ready = [
             switch for switch in switches if subject.get(checks.names_key(switch)) and subject.document.find(switch)
         ]
@@ -104,20 +104,20 @@ def uneven(subject: Subject) -> Iterator[Problem]:
 def last_batch(subject: Subject) -> Iterator[Problem]:
     path = "data.dataloader_param.drop_last"
     if asked(subject) and subject.get(path) is False:
-        rule = "a short last batch makes fewer micro-chunks on one rank, and ranks must run equally many"
+        rule = "a short last batch makes fewer micro-chunks on one rank, and all ranks must run the same number"
         yield Problem(ConfigError.about(path, False, rule, "set it to true"), (Set(path, True),))
 
 
 RULES = (
     Rule("chunk-mbs-settings", ERROR, "A key of ChunkMBS is unknown or out of range, or no block is named.", settings),
-    Rule("chunk-mbs-covered", ERROR, "A block of ChunkMBS is not in the lists of recompute and offload, where these "
-         "are on.", covered),
-    Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside of a block of ChunkMBS are not gathered with it "
+    Rule("chunk-mbs-covered", ERROR, "A block of ChunkMBS is not in the list of recompute or offload, and that feature "
+         "is on.", covered),
+    Rule("chunk-mbs-hooks", ERROR, "FSDP2 units inside a block of ChunkMBS are not gathered with it "
          "(`hook_modules`).", hooks),
     Rule("chunk-mbs-loss", ERROR, "ChunkMBS with `router_aux_loss_offload`.", loss),
-    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that it has not been tried with "
+    Rule("chunk-mbs-neighbour", ERROR, "ChunkMBS with a feature that has not been tested with it "
          "(`enable_chunk_layer`).", neighbours),
-    Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument that is packed by something other than "
+    Rule("chunk-mbs-packed", WARNING, "`chunk_kwarg_names` lists an argument with packed rows, which are not "
          "samples (`cu_seqlens`, `deepstack_visual_embeds`).", packed),
     Rule("chunk-mbs-memory", WARNING, "ChunkMBS without recompute or offload saves little memory.", memory),
     Rule("chunk-mbs-size", WARNING, "`chunk_mbs` is not smaller than `micro_batch_size`, so nothing is cut.", size),

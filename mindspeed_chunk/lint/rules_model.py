@@ -15,15 +15,15 @@ from mindspeed_chunk.lint.rules_mbs import inner
 from mindspeed_chunk.mbs.checks import BLOCKS, names_key
 from mindspeed_chunk.names import MAX_NAMES, Pattern, read_patterns
 
-# What MindSpeed-MM's own classes add to those of transformers: multi-token prediction.
+# MindSpeed-MM's own classes add multi-token prediction to those of transformers.
 _HOST_ONLY = ("mtp",)
-# Unmatched names whose nearest module is looked for, which takes long: more are a list for another model.
+# How many unmatched names are compared, which takes long. If there are more, the list is for another model.
 _COMPARED = 20
 _FOLDER = "model.model_name_or_path"
 
 
 def lists(subject: Subject) -> Iterator[tuple[str, list[str]]]:
-    """Path and names of every list that is in force."""
+    """Path and names of every list that has an effect."""
     paths = [f"parallel.fsdp_plan.{key}" for key in ("apply_modules", "ignored_modules", "hook_modules")]
     if subject.get("parallel.expert_parallel_size", 1) > 1:
         paths += [f"parallel.ep_plan.{key}" for key in ("apply_modules", "apply_efsdp_modules")]
@@ -43,7 +43,7 @@ def wildcards(subject: Subject) -> Iterator[Problem]:
 
 
 def _names(subject: Subject) -> list[str]:
-    """Of the model's modules; none where it cannot be built, of which `not_checked` tells."""
+    """Names of the model's modules; none if it cannot be built, which `not_checked` reports."""
     if subject.model_folder is None:
         return []
     try:
@@ -91,21 +91,21 @@ def not_checked(subject: Subject) -> Iterator[Problem]:
     if not name:
         return
     if subject.model_folder is None:
-        rule = "no config.json here or beside the yaml, so names of modules and numbers of experts were not checked"
+        rule = "no config.json here or next to the yaml, so names of modules and numbers of experts were not checked"
         yield Problem(ConfigError.about(_FOLDER, name, rule, "run lint where the folder is"))
         return
     try:
         module_names(subject.model_folder)
     except CannotBuild as error:
         rule = f"names of modules were not checked: {error}"
-        yield Problem(ConfigError.about(_FOLDER, name, rule, "install what is missing, or look at them yourself"))
+        yield Problem(ConfigError.about(_FOLDER, name, rule, "install what is missing, or check them yourself"))
 
 
 RULES = (
     Rule("wildcard", ERROR, "A list of modules has something in braces that is neither `{*}` nor a range.", wildcards),
-    Rule("chunk-mbs-order", ERROR, "Blocks of ChunkMBS stand inside of one another, or of a recomputed or offloaded "
+    Rule("chunk-mbs-order", ERROR, "A block of ChunkMBS is inside another one, or inside a recomputed or offloaded "
          "module. Needs the model.", order),
     Rule("unmatched-name", WARNING, "A name of a list matches no module of the model, built on the meta device by "
          "transformers. `mtp`, which only MindSpeed-MM's own classes have, is left out. Needs the model.", unmatched),
-    Rule("model-not-checked", NOTE, "What needs the model was not checked, and why.", not_checked),
+    Rule("model-not-checked", NOTE, "Rules that need the model were not checked, with the reason.", not_checked),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rules on expert parallelism and Chunk MoE.
 
-Letters: T tokens of a call on this rank, K top-k, E experts of the model, L = E / ep experts of a rank, N chunks.
+T tokens per call on this rank, K top-k, E experts of the model, L = E / ep experts per rank, N chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import DISPATCHER, NAME, PLAN, SIZE
 
-# docs/performance.md, "When not to chunk": below some hundred rows an expert and chunk, matmuls lose efficiency.
+# docs/performance.md, "When not to chunk": below some hundred rows per expert and chunk, matmuls lose efficiency.
 MIN_ROWS = 128
 CHUNKS, CHUNK_SIZE = f"{PLAN}.moe_num_chunks", f"{PLAN}.moe_chunk_size"
 
@@ -25,7 +25,7 @@ def asked(subject: Subject) -> bool:
 
 
 def _read(subject: Subject) -> tuple[ChunkMoEConfig, list[ConfigError]]:
-    """The settings without what is wrong with them; and all that is wrong."""
+    """The settings without their wrong keys; and the errors."""
     config, wrong = read_leniently(ChunkMoEConfig.from_mapping, subject.get(PLAN, {}), PLAN)
     return config or ChunkMoEConfig(), wrong
 
@@ -72,10 +72,10 @@ def size(subject: Subject) -> Iterator[Problem]:
 def node(subject: Subject) -> Iterator[Problem]:
     value = subject.get(SIZE, 1)
     if value > subject.devices_per_node:
-        rule = f"larger than a node of {subject.devices_per_node} devices, which costs where links between are slower"
+        rule = f"larger than a node of {subject.devices_per_node} devices, so rows cross the slower links between nodes"
         way_out = (
-            f"use {subject.devices_per_node} or less where the experts fit, or give --devices-per-node the size of "
-            "the fast domain"
+            f"use {subject.devices_per_node} or less if the experts fit, or set --devices-per-node to the number of "
+            "devices with fast links"
         )
         yield Problem(ConfigError.about(SIZE, value, rule, way_out))
 
@@ -90,8 +90,8 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
     number, resident = config.moe_num_chunks, 1 + max(1, config.chunk_moe_lookahead)
     if asked(subject) and 2 <= number <= resident and config.keep != "activations":
         rule = (
-            f"keeping only the {config.keep} asks for memory, and {resident} chunks are resident at once, so the peak "
-            "falls little"
+            f"keeping only the {config.keep} is for memory, but {resident} chunks are resident at once, so the peak "
+            "falls only a little"
         )
         yield Problem(ConfigError.about(CHUNKS, number, rule, f"use {2 * resident} or more"))
 
@@ -99,12 +99,12 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
 def collective(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
     if asked(subject) and config.moe_chunk_size and not config.moe_num_chunks:
-        rule = "costs one more collective and host copy a call, in which ranks agree on the number of chunks"
-        yield Problem(ConfigError.about(CHUNK_SIZE, config.moe_chunk_size, rule, "moe_num_chunks needs none"))
+        rule = "costs one more collective and host copy per call, in which ranks agree on the number of chunks"
+        yield Problem(ConfigError.about(CHUNK_SIZE, config.moe_chunk_size, rule, "moe_num_chunks costs none"))
 
 
 def tokens(subject: Subject) -> int | None:
-    """T at the most; None where the yaml does not say how long a sequence is, or a size is below 1."""
+    """T at most; None if the yaml does not have the sequence length, or a size is below 1."""
     length = subject.get("data.dataset_param.basic_parameters.cutoff_len")
     if length is None:
         return None
@@ -126,7 +126,7 @@ def few_rows(subject: Subject) -> Iterator[Problem]:
     if 1 < count <= most and rows < MIN_ROWS:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
         rule = (
-            f"at most {rows} rows an expert and chunk, T K / (N L) = {most} x {k} / ({count} x {experts // ep}); "
+            f"at most {rows} rows per expert and chunk, T K / (N L) = {most} x {k} / ({count} x {experts // ep}); "
             f"below {MIN_ROWS} matmuls lose efficiency"
         )
         yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer, larger chunks"))
@@ -135,14 +135,14 @@ def few_rows(subject: Subject) -> Iterator[Problem]:
 def empty_chunks(subject: Subject) -> Iterator[Problem]:
     count, most = _read(subject)[0].moe_num_chunks, tokens(subject)
     if asked(subject) and most and count > most:
-        rule = f"more chunks than the {most} tokens of a call; each costs its collectives"
+        rule = f"more chunks than the {most} tokens of a call; each chunk costs its collectives"
         yield Problem(ConfigError.about(CHUNKS, count, rule, "use 2 to 8, or moe_chunk_size for a number of tokens"))
 
 
 def allgather(subject: Subject) -> Iterator[Problem]:
     ep, k = subject.get(SIZE, 1), model_config.top_k(subject.text_config)
     if subject.get(DISPATCHER) == "allgather" and k is not None and ep > k:
-        rule = f"gathers every token on all {ep} ranks, and an all-to-all sends it to {k} at the most (top-k)"
+        rule = f"gathers every token on all {ep} ranks, but an all-to-all sends it to at most {k} (top-k)"
         yield Problem(ConfigError.about(DISPATCHER, "allgather", rule, f"use alltoall or {NAME}"))
 
 
@@ -150,34 +150,34 @@ def unread(subject: Subject) -> Iterator[Problem]:
     path = f"{PLAN}.chunk_moe_skip_unread"
     recompute = subject.get("features.recompute", False) or subject.get("parallel.recompute", False)
     if asked(subject) and subject.get(path) is True and not recompute:
-        rule = "acts in the recompute of a block, and features.recompute is off"
+        rule = "no effect, because it acts in the recompute of a block, and features.recompute is off"
         yield Problem(ConfigError.about(path, True, rule, "turn recompute on, or remove it"))
 
 
 RULES = (
     Rule("chunk-moe-settings", ERROR, "A key of Chunk MoE is unknown, out of range, or contradicts another.", settings),
-    Rule("chunk-moe-neighbour", ERROR, "A feature is on with which Chunk MoE does not work: EP balance, op replay of "
-         "modules that hold experts, quantised grouped matmuls, LoRA on experts.", neighbours),
+    Rule("chunk-moe-neighbour", ERROR, "A feature is on that does not work with Chunk MoE: EP balance, op replay of "
+         "modules that contain experts, quantised grouped matmuls, LoRA on experts.", neighbours),
     Rule("experts-named", ERROR, "Expert parallelism or `chunkmoe` without the names of the experts.", experts_named),
     Rule("ep-size", ERROR, "`expert_parallel_size` does not divide the number of ranks (with `--world`) or of experts "
          "(with the model's config).", size),
-    Rule("chunk-moe-off", WARNING, "`chunkmoe` with `expert_parallel_size: 1`: no dispatcher is reached.", exchange),
-    Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE stand in a plan with another dispatcher.", effect),
+    Rule("chunk-moe-off", WARNING, "`chunkmoe` with `expert_parallel_size: 1`: no dispatcher is called.", exchange),
+    Rule("chunk-keys-unused", WARNING, "Keys of Chunk MoE are in a plan with another dispatcher.", effect),
     Rule("both-sizes", WARNING, "`moe_num_chunks` and `moe_chunk_size` are both set; the first is used.", both_sizes),
     Rule("two-chunks-for-memory", WARNING, "N = 2 with `chunk_moe_keep: rows` or `input` (or `chunk_moe_recompute`): "
-         "two chunks are resident at once, so N = 2 lowers the peak little. Each chunk of `chunk_moe_lookahead` "
-         "beyond 1 is one more.", two_chunks),
+         "two chunks are resident at once, so N = 2 lowers the peak only a little. Each chunk of "
+         "`chunk_moe_lookahead` beyond 1 adds one.", two_chunks),
     Rule("ep-crosses-nodes", WARNING, "`expert_parallel_size` is larger than a node, or than the devices whose links "
          "are as fast (`--devices-per-node`).", node),
     Rule("empty-chunks", WARNING, "`moe_num_chunks` is larger than the number of tokens of a call. Needs `cutoff_len`.",
          empty_chunks),
     Rule("skip-unread-unused", WARNING, "`chunk_moe_skip_unread` without recompute.", unread),
-    Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows an expert and chunk. Rows are T x K / (N x L), as in "
-         "[performance](performance.md#when-not-to-chunk): T tokens of a call at the most (the smaller of "
+    Rule("few-rows", NOTE, f"Fewer than {MIN_ROWS} rows per expert and chunk. Rows are T x K / (N x L), as in "
+         "[performance](performance.md#when-not-to-chunk): T tokens per call at most (the smaller of "
          "`micro_batch_size` and `chunk_mbs`, times `cutoff_len`, over the context-parallel size), K top-k, N chunks, "
-         "L experts of a rank. Needs `cutoff_len` and the model's config.", few_rows),
-    Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs a collective and a host copy a call that "
-         "`moe_num_chunks` does without.", collective),
+         "L experts per rank. Needs `cutoff_len` and the model's config.", few_rows),
+    Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs one more collective and host copy per call than "
+         "`moe_num_chunks`.", collective),
     Rule("allgather-traffic", NOTE, "`allgather` with `expert_parallel_size` > top-k moves more rows than an "
          "all-to-all. Needs the model's config.", allgather),
 )  # fmt: skip

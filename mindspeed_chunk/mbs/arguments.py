@@ -1,6 +1,6 @@
-"""Which arguments of a block carry the batch, how they are cut into micro-chunks, and how outputs are joined again.
+"""Which arguments of a block have the batch, how they are cut into micro-chunks, and how outputs are joined again.
 
-B samples in a call, b of them in a micro-chunk, S sequence, H hidden.
+B samples per call, b per micro-chunk, S sequence length, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mindspeed_chunk.log import say_once
 from mindspeed_chunk.mbs.checks import PACKED, VISUAL_ROWS
 from mindspeed_chunk.wording import shown
 
-# One row for each token of the batch, [B * S, ...], whatever the layout of the hidden states.
+# One row per token of the batch, [B * S, ...], for any layout of the hidden states.
 _TOKEN_ROWS = ("block_residual",)
-# These have their batch in a place of their own, whatever the layout of the hidden states: [..., B, S], and none.
+# The batch dimension of these does not depend on the layout of the hidden states: [..., B, S]; and no batch at all.
 _BATCH_DIM_OF = {"position_ids": -2}
 _NEVER_CUT = ("cache_position",)
 
-# How one tensor is cut: along which dimension, and how many of its rows belong to a sample.
+# How one tensor is cut: the dimension, and its number of rows per sample.
 Place = tuple[int, int]
 
 
@@ -41,7 +41,8 @@ class Cut:
     Attributes:
         batch: B.
         lengths: samples of each micro-chunk; the last may have fewer.
-        rows: how many rows a sample may have in an output: one, or as many as its tokens, flattened with the batch.
+        rows: possible numbers of rows per sample in an output: one, or one per token if these are flattened with the
+            batch.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Cut:
         self._size = size
         self.lengths = tuple(min(size, batch - start) for start in range(0, batch, size)) or (0,)
         self.rows = {1, *accumulate(shape[batch_dim + 1 : -1], mul)}
-        # in the backward, one buffer an argument takes up the gradients of its micro-chunks
+        # in the backward, one buffer per argument collects the gradients of its micro-chunks
         self._grads = {}
         for position in places:
             if leaves[position].requires_grad and torch.is_grad_enabled():
@@ -61,7 +62,7 @@ class Cut:
                 leaves[position] = _Source.apply(leaves[position], grads)
 
     def micro(self, c: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments by position and by name. What needs a gradient, and the hidden states, own their storage."""
+        """Arguments by position and by name. The hidden states, and tensors that need a gradient, own their storage."""
         leaves, start, length = list(self._leaves), c * self._size, self.lengths[c]
         for position, (dim, rows) in self._places.items():
             whole, place = self._leaves[position], (dim, start * rows, length * rows)
@@ -79,7 +80,7 @@ class Cutter:
     Args:
         config: the settings.
         forward: the module's forward, for the names of its arguments.
-        batch_sizes: the batch sizes that a run has, to tell a wrong `batch_dim` from a last batch that is short.
+        batch_sizes: the batch sizes of a run; they distinguish a wrong `batch_dim` from a short last batch.
     """
 
     def __init__(self, config: ChunkMBSConfig, forward: Callable, batch_sizes: Sequence[int] = ()) -> None:
@@ -96,8 +97,8 @@ class Cutter:
         """Decide on every argument.
 
         Raises:
-            CannotCut: if there is no batch to be found, a named argument has another size, an argument is packed by
-                something other than samples or may be, or `batch_dim` points at something else.
+            CannotCut: if no batch is found, a named argument has another size, an argument has (or may have) packed
+                rows that are not samples, or `batch_dim` is another dimension.
         """
         with_paths, spec = tree_flatten_with_path((args, kwargs))
         roots = [self._root(path) for path, _ in with_paths]
@@ -115,14 +116,14 @@ class Cutter:
             if place is not None:
                 places[position] = place
             if hasattr(leaf, "get_seq_length"):
-                leaves[position] = None  # empty, and every micro-chunk would append to it as if it were the next tokens
+                leaves[position] = None  # empty; every micro-chunk would append to it as if it had the next tokens
         whole = [path for p, path in enumerate(paths) if p not in places and isinstance(leaves[p], torch.Tensor)]
         cut = ", ".join(paths[position] for position in places)
         say_once(logging.INFO, f"ChunkMBS cuts {cut}; passed whole: {', '.join(whole) or 'none'}")
         return Cut(leaves, spec, places, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
-        """The tensor that says how large the batch is: the first named one, else the first of all."""
+        """The tensor that determines the batch size: the first named one, otherwise the first tensor."""
         for wanted in (*self._named, None):
             for position, (root, leaf) in enumerate(zip(roots, leaves, strict=True)):
                 fits = isinstance(leaf, torch.Tensor) and leaf.dim() > self._config.batch_dim
@@ -142,7 +143,7 @@ class Cutter:
             )
 
     def _place(self, root: str, path: str, leaf: Any, hidden: torch.Tensor) -> Place | None:
-        """Where to cut a leaf, or None to pass it whole."""
+        """Where to cut a leaf, or None to pass it uncut."""
         self._check_packed(root, path, leaf)
         if not isinstance(leaf, torch.Tensor) or root in self._config.chunk_whole_names:
             return None
@@ -162,14 +163,14 @@ class Cutter:
             return None  # nothing to cut, or the same for every sample
         if named:
             raise CannotCut(
-                f"{path}: {list(leaf.shape)}: dimension {dim} must be the batch's {batch} samples, or 1; take it out "
-                "of chunk_arg_indexs or chunk_kwarg_names"
+                f"{path}: {list(leaf.shape)}: dimension {dim} must have the batch's {batch} samples, or 1; remove "
+                "it from chunk_arg_indexs or chunk_kwarg_names"
             )
         return None
 
     def _check_packed(self, root: str, path: str, leaf: Any) -> None:
-        """Refuse what no cut along the batch can be right for, however many rows it has by chance."""
-        leave_out = "leave ChunkMBS out (features.enable_chunk_mbs: false)"
+        """Refuse an argument that cannot be cut along the batch, even if its number of rows happens to fit."""
+        leave_out = "turn ChunkMBS off (features.enable_chunk_mbs: false)"
         if leaf is not None and PACKED.search(root) or type(leaf).__name__ == "BlockMask":
             raise CannotCut(
                 f"{path}: samples packed into one row cannot be cut into micro-chunks; use a batch of samples, or "
@@ -177,41 +178,41 @@ class Cutter:
             )
         if leaf is not None and VISUAL_ROWS.search(root):
             raise CannotCut(
-                f"{path}: rows of visual tokens, which belong to samples by a mask alone, cannot be cut into "
-                f"micro-chunks; {leave_out}"
+                f"{path}: rows of visual tokens cannot be cut into micro-chunks, because only a mask says which "
+                f"sample they belong to; {leave_out}"
             )
         if getattr(leaf, "get_seq_length", int)():
             raise CannotCut(f"{path}: a cache that holds keys and values cannot be cut; set use_cache to false")
         if isinstance(leaf, MutableMapping) and leaf and root not in self._config.chunk_whole_names:
             raise CannotCut(
-                f"{path}: {type(leaf).__name__} with {', '.join(map(str, leaf))}: what one block leaves there for "
-                "others is that of its last micro-chunk; name it in chunk_whole_names if no block writes to it, or "
-                f"{leave_out}"
+                f"{path}: {type(leaf).__name__} with {', '.join(map(str, leaf))}: a block would leave only the data of "
+                "its last micro-chunk there for other blocks; name it in chunk_whole_names if no block writes to it, "
+                f"or {leave_out}"
             )
 
     def _token_rows(self, path: str, leaf: torch.Tensor, hidden: torch.Tensor) -> Place:
         batch, tokens = hidden.shape[self._config.batch_dim], hidden.shape[:-1].numel()
         if self._config.batch_dim or leaf.dim() == 0 or leaf.shape[0] != tokens:
             raise CannotCut(
-                f"{path}: {list(leaf.shape)}: must have one row for each of the {tokens} tokens, one sample behind the "
-                "other (batch_dim: 0); leave the module out of chunkmbs_plan.apply_modules"
+                f"{path}: {list(leaf.shape)}: must have one row for each of the {tokens} tokens, sample after sample "
+                "(batch_dim: 0); remove the module from chunkmbs_plan.apply_modules"
             )
         return 0, tokens // batch
 
     def _check_rows(self, path: str, leaf: torch.Tensor, hidden: torch.Tensor, fits: bool) -> None:
-        """Refuse a tensor that nothing names where its rows may be samples, or those of another pack.
+        """Refuse a tensor that the config does not name if its rows may be samples, or packed rows.
 
-        A mask or an embedding of samples has the length of their sequences beside the batch. Rows as wide as the hidden
-        states are refused even if they are not as many as the samples: they may be next time.
+        A mask or an embedding of samples has the sequence length in addition to the batch. Rows as wide as the hidden
+        states are refused even if their number is not the number of samples: in another call it may be.
         """
         between = [size for dim, size in enumerate(hidden.shape[:-1]) if dim != self._config.batch_dim]
         others = [size for dim, size in enumerate(leaf.shape) if dim != self._config.batch_dim]
         wide = leaf.dim() == 2 and leaf.is_floating_point() and leaf.shape[-1] == hidden.shape[-1]
         if between and (wide or fits and not set(between) & set(others)):
             raise CannotCut(
-                f"{path}: {list(leaf.shape)}: cannot tell whether its rows are the samples; name it in "
-                "chunkmbs_plan.chunk_kwarg_names if they are, in chunk_whole_names if every sample needs all of them, "
-                "or leave ChunkMBS out"
+                f"{path}: {list(leaf.shape)}: it is not clear whether its rows are the samples; name it in "
+                "chunkmbs_plan.chunk_kwarg_names if they are, in chunk_whole_names if every sample needs all rows, "
+                "or turn ChunkMBS off"
             )
 
     def _root(self, path: tuple) -> str:
@@ -226,7 +227,7 @@ class Cutter:
 
 
 class Joined:
-    """The output of a block, put together as its micro-chunks come out: one buffer a tensor, written once."""
+    """The output of a block, joined while its micro-chunks run: one buffer per tensor, each part written once."""
 
     def __init__(self, cut: Cut, batch_dim: int) -> None:
         self._cut, self._dim = cut, batch_dim
@@ -238,7 +239,7 @@ class Joined:
         """The output of the next micro-chunk.
 
         Raises:
-            CannotCut: for an output without a batch, or unlike those before.
+            CannotCut: for an output without a batch, or with another structure or shape than the first.
         """
         length = self._cut.lengths[self._next]
         parts, spec = tree_flatten(output)
@@ -246,11 +247,13 @@ class Joined:
             self._spec = spec
             self._leaves = [self._buffer(part, length) for part in parts]
         elif spec != self._spec:
-            raise CannotCut(f"a micro-chunk's output is {_told(spec)}, the first one's was {_told(self._spec)}")
+            raise CannotCut(
+                f"a micro-chunk's output is {_told(spec)}, expected {_told(self._spec)} as in the first one"
+            )
         start = self._next * self._cut.lengths[0]
         for position, (whole, part) in enumerate(zip(self._leaves, parts, strict=True)):
             if isinstance(part, torch.Tensor) and isinstance(whole, torch.Tensor):
-                rows = whole.shape[self._dim] // self._cut.batch  # of a sample
+                rows = whole.shape[self._dim] // self._cut.batch  # per sample
                 self._check(whole, part, length * rows)
                 self._leaves[position] = _Write.apply(whole, part, self._dim, start * rows)
             elif not _equal(part, whole):
@@ -266,27 +269,27 @@ class Joined:
         shape = list(part.shape)
         if len(shape) <= self._dim or shape[self._dim] not in {length * rows for rows in self._cut.rows}:
             raise CannotCut(
-                f"an output of shape {shape} has no batch of {length} samples on dimension {self._dim}, so those of "
-                "several micro-chunks cannot be joined; leave the module out of chunkmbs_plan.apply_modules"
+                f"an output of shape {shape} has no batch of {length} samples on dimension {self._dim}, so outputs of "
+                "micro-chunks cannot be joined; remove the module from chunkmbs_plan.apply_modules"
             )
         shape[self._dim] = shape[self._dim] // length * self._cut.batch
         return part.new_empty(shape)
 
     def _check(self, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
-        """A copy would cast and broadcast what does not fit."""
+        """Needed because a copy would cast and broadcast a part that does not fit."""
         shape = list(whole.shape)
         shape[self._dim] = size
         if list(part.shape) != shape or part.dtype != whole.dtype:
             raise CannotCut(
-                f"an output of shape {list(part.shape)} ({part.dtype}), where the first micro-chunk's lets expect "
-                f"{shape} ({whole.dtype})"
+                f"an output of shape {list(part.shape)} ({part.dtype}), expected {shape} ({whole.dtype}) as in the "
+                "first micro-chunk"
             )
 
 
 def _equal(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(one == other)
-    except Exception:  # what holds tensors cannot say
+    except Exception:  # an object with tensors may not support ==
         return False
 
 
@@ -297,13 +300,13 @@ def _told(value: Any) -> str:
 
 
 def pair_up(parts: Sequence[Sequence[torch.Tensor | None]]) -> Iterator[torch.Tensor | None]:
-    """What hooks recorded for each micro-chunk, as if the batch had been one: `[b * S, ...]` to `[B * S, ...]`."""
+    """Joins what hooks recorded for each micro-chunk, as for the whole batch: `[b * S, ...]` to `[B * S, ...]`."""
     for same in zip(*parts, strict=True):
         yield None if all(part is None for part in same) else torch.cat(same)
 
 
 class _WholeGrad:
-    """Takes up the gradients of slices of one tensor, whichever come, in whatever order."""
+    """Collects the gradients of slices of one tensor, in any order; some may be missing."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape = tensor.shape
@@ -320,7 +323,7 @@ class _WholeGrad:
 
 
 class _Source(torch.autograd.Function):
-    """The tensor that is cut. Its gradient is what its slices have written; none of them hands one on."""
+    """The tensor that is cut. Its gradient is what its slices have written; the slices themselves pass none on."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, grads: _WholeGrad) -> torch.Tensor:
@@ -335,7 +338,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """A copy of a slice. Slicing itself would make a gradient of the whole's size for every slice."""
+    """A copy of a slice. Plain slicing would make a gradient of the whole tensor's size for every slice."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, grads: _WholeGrad, dim: int, start: int, length: int) -> torch.Tensor:
@@ -350,7 +353,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Write(torch.autograd.Function):
-    """Puts a part into its place in the whole. A `cat` at the end would keep every part until then."""
+    """Writes a part into its place in the whole. A `cat` at the end would keep every part until then."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, part: torch.Tensor, dim: int, start: int) -> torch.Tensor:

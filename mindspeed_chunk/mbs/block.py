@@ -1,7 +1,8 @@
 """Runs a block's batch as micro-chunks, one after the other, inside the one call that FSDP2 sees.
 
-FSDP2's hooks hang on a module's `__call__`. Here `forward` is replaced, so parameters are gathered once a direction for
-the whole batch. Around a block the wrappers stand in one order, from the inside: recompute, offload, micro-chunks.
+FSDP2's hooks run in a module's `__call__`. Only `forward` is replaced here, so parameters are gathered once per
+direction for the whole batch. The wrappers of a block have one order, from the inside: recompute, offload, then
+micro-chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mindspeed_chunk.mbs.checks import BLOCKS
 from mindspeed_chunk.observe import emit
 
 Forward = Callable[..., Any]
-# The lists that forward hooks are appending to at the moment, one entry a call of what they listen to.
+# The lists to which forward hooks append now, one entry per call of the hooked module.
 SideOutputs = Callable[[], Iterable[list]]
 
 
@@ -31,10 +32,10 @@ class ChunkMBS:
 
     Args:
         config: the settings, the same on every rank.
-        batch_sizes: the batch sizes that a run has (training, validation); a batch may also be a shorter last one.
-        group: the ranks that must run equally many micro-chunks, since every block's collectives are theirs; None for
-            a process on its own.
-        side_outputs: what is recorded by hooks inside a block comes out once a block, in the order of the batch.
+        batch_sizes: the batch sizes of a run (training, validation); the last batch may be shorter.
+        group: the ranks that must run the same number of micro-chunks, because they share every block's collectives;
+            None for a single process.
+        side_outputs: values that hooks record inside a block are returned once per block, in the order of the batch.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class ChunkMBS:
         self._first: str | None = None
 
     def wrap(self, name: str, forward: Forward, signature: Callable) -> Forward:
-        """`forward` on the whole batch, run on micro-chunks. Blocks are wrapped in the order in which they run.
+        """A function of the whole batch that runs `forward` on micro-chunks. Wrap blocks in the order of their calls.
 
         Args:
-            signature: the module's own forward, whose argument names say what is cut.
+            signature: the module's own forward, whose argument names determine what is cut.
         """
         cutter = Cutter(self.config, signature, self._batch_sizes)
         if self._first is None:
@@ -70,7 +71,7 @@ class ChunkMBS:
         return chunked
 
     def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
-        """Every rank's micro-chunks are counted once a pass, at its first block, before any of them runs."""
+        """Cut. At the first block of a pass, ranks compare their numbers of micro-chunks before any of them runs."""
         found: Cut | CannotCut
         try:
             found = cutter.cut(args, kwargs)
@@ -92,8 +93,8 @@ class ChunkMBS:
             ranks = dist.get_process_group_ranks(group)
             told = ", ".join(f"{n if n >= 0 else 'an error'} on rank {rank}" for rank, n in zip(ranks, numbers))
             raise CannotCut(
-                f"ChunkMBS, {name}: every rank must run equally many micro-chunks, but there are {told}; give every "
-                "rank the same batch size (data.dataloader_param.drop_last: true)"
+                f"ChunkMBS, {name}: every rank must run the same number of micro-chunks, but there are {told}; give "
+                "every rank the same batch size (data.dataloader_param.drop_last: true)"
             )
 
     def _run(self, name: str, forward: Forward, cut: Cut) -> Any:
@@ -113,7 +114,7 @@ class ChunkMBS:
 
 
 class _Recorded:
-    """Merges what hooks recorded for each micro-chunk into what they would have recorded for the batch."""
+    """Merges what hooks recorded for each micro-chunk into what they would record for the whole batch."""
 
     def __init__(self, name: str, side_outputs: Sequence[SideOutputs]) -> None:
         self._name = name
@@ -131,14 +132,14 @@ class _Recorded:
             counts = [len(part) for part in parts]
             if len(set(counts)) > 1:
                 raise CannotCut(
-                    f"ChunkMBS, {self._name}: hooks recorded {counts} outputs in its micro-chunks, which cannot be "
-                    "joined unless they are equally many; leave the module out of chunkmbs_plan.apply_modules"
+                    f"ChunkMBS, {self._name}: hooks recorded {counts} outputs in its micro-chunks; to join them, the "
+                    "numbers must be equal; remove the module from chunkmbs_plan.apply_modules"
                 )
             one.extend(pair_up(parts))
 
 
 def transformers_outputs() -> Iterable[list]:
-    """What transformers' own output capturing (`output_router_logits` and the like) is recording at the moment."""
+    """The lists to which transformers' own output capturing (`output_router_logits` and the like) now appends."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:  # before transformers 5.2 there is none
@@ -147,25 +148,25 @@ def transformers_outputs() -> Iterable[list]:
 
 
 def check_order(recompute: Iterable[str], offload: Iterable[str], chunk: Iterable[str]) -> None:
-    """Check module names: a block in `chunk` is, or holds, a module of `recompute` and of `offload` where these exist.
+    """Check module names: a block in `chunk` must be, or contain, a module of `recompute` and of `offload`, if any.
 
     Raises:
-        ConfigError: naming the blocks that are not, or that stand inside of one another or of a recomputed or offloaded
+        ConfigError: naming the blocks that are not, or that are inside one another or inside a recomputed or offloaded
             module, which would then see the whole batch.
     """
     chunk = list(chunk)
 
     def refuse(wrong: list[str], rule: str, way_out: str) -> None:
-        if wrong:  # every one of them: the list is what the user has to work on
+        if wrong:  # all of them: the user has to correct the whole list
             raise ConfigError(f"{BLOCKS}: {', '.join(wrong)}: {rule}; {way_out}", BLOCKS)
 
     def inside(modules: Iterable[str]) -> list[str]:
         return [name for name in chunk if any(name.startswith(f"{outer}.") for outer in modules)]
 
-    refuse(inside(chunk), "inside of other modules of the list", "leave one of them out")
+    refuse(inside(chunk), "inside other modules of the list", "remove one of them")
     for key, modules in (("recompute_plan", list(recompute)), ("activation_offload_plan", list(offload))):
         other = f"features.{key}.apply_modules"
-        refuse(inside(modules), f"inside of modules of {other}, which would take the batch whole", "name the same ones")
+        refuse(inside(modules), f"inside modules of {other}, which would get the whole batch", "name the same ones")
         held = [name for name in chunk if any(inner == name or inner.startswith(f"{name}.") for inner in modules)]
         if modules:
             missing = [name for name in chunk if name not in held]
@@ -181,10 +182,10 @@ def wrap_blocks(
     offloaded: Callable[[str, nn.Module], Forward],
     chunked: Callable[[str, Forward, Callable], Forward],
 ) -> None:
-    """Wrap modules' forwards, by name, in the one order that works; the only place that knows it.
+    """Wrap modules' forwards, by name, in the one order that works; only this function knows it.
 
-    A recompute repeats what stands inside of it, an offload sends away what is saved inside of it: for one to see
-    micro-chunks and not the batch, both must stand inside of the loop over micro-chunks.
+    A recompute repeats the code inside it, and an offload sends tensors that are saved inside it. Both must see
+    micro-chunks and not the batch, so both must be inside the loop over micro-chunks.
     """
     own = {name: module.forward for name, module in chunk.items()}
     for name, module in recompute.items():

@@ -1,8 +1,8 @@
-"""What can be wrong around ChunkMBS in a configuration, before a model is built.
+"""Checks of a configuration with ChunkMBS, before a model is built.
 
-Each function raises a ConfigError for one kind of mistake; whether that ends a run is the caller's to say. No torch in
-here: the host's start, the embedded trainer and the command line call them alike. What only a call can tell, the sizes
-of arguments above all, is checked at the first one, and names of modules by `block.check_order`.
+Each function raises a ConfigError for one kind of mistake; the caller decides whether that ends a run. This module does
+not import torch: the host's start, the embedded trainer and the command line all call it. What is known only in a call,
+such as the sizes of arguments, is checked in the first call. `block.check_order` checks names of modules.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ HOOKS = "parallel.fsdp_plan.hook_modules"
 # A layer of MindSpeed-MM's newest master that is cut along the sequence.
 CHUNK_LAYER = "features.enable_chunk_layer"
 
-# Names of arguments. Offsets of packed samples, and masks that hold them: a batch of those is no stack of samples.
+# Names of arguments: offsets of packed samples, and masks that contain them. Such a batch is not a stack of samples.
 PACKED = re.compile(r"cu_?seq_?len|max_length_[qk]$|^block_mask$", re.IGNORECASE)
-# One row for each visual token of the batch: which sample has how many of them, another argument says.
+# One row per visual token of the batch; another argument says how many of them a sample has.
 VISUAL_ROWS = re.compile(r"^deepstack_", re.IGNORECASE)
 
-# Modules that are recomputed or offloaded, by the key that turns it on; None where it is off.
+# Modules that are recomputed or offloaded, by the key that turns it on; None if it is off.
 Inner = Mapping[str, Sequence[str] | None]
 
 # What may be on around the blocks. Each with its key in MindSpeed-MM 26.0.
@@ -63,7 +63,7 @@ def units(get: Get) -> dict[str, Sequence[str]]:
 
 
 def read_config(plan: object) -> ChunkMBSConfig:
-    """The settings of a run with ChunkMBS on."""
+    """The settings of a run with ChunkMBS."""
     if isinstance(plan, Mapping) and not plan.get("apply_modules"):
         rule, way_out = "ChunkMBS needs the names of the blocks", "for Qwen3.5-MoE: model.language_model.layers.{*}"
         raise ConfigError.about(BLOCKS, plan.get("apply_modules"), rule, way_out)
@@ -72,16 +72,16 @@ def read_config(plan: object) -> ChunkMBSConfig:
 
 def check_chunk_layer(get: Get) -> None:
     if get(CHUNK_LAYER):
-        rule = "cuts a layer along the sequence, which has not been tried with this plugin's ChunkMBS"
+        rule = "cuts a layer along the sequence, which has not been tested with this plugin's ChunkMBS"
         raise ConfigError.about(CHUNK_LAYER, get(CHUNK_LAYER), rule, "turn it off, or set MINDSPEED_CHUNK_MBS=host")
 
 
 def check_named(names: Sequence[str]) -> None:
-    """`names`: those of arguments that carry the batch."""
+    """`names`: those of arguments that have the batch."""
     wrong = [name for name in names if PACKED.search(name) or VISUAL_ROWS.search(name)]
     if wrong:
-        rule = "packed by something other than samples, and refused at the first call that has it"
-        way_out = "remove it, and ChunkMBS where the model passes it (features.enable_chunk_mbs: false)"
+        rule = "its rows are packed and are not samples, so the first call with it fails"
+        way_out = "remove it; if the model passes it, turn ChunkMBS off (features.enable_chunk_mbs: false)"
         raise ConfigError.about(f"{PLAN}.chunk_kwarg_names", wrong, rule, way_out)
 
 
@@ -90,7 +90,7 @@ def check_loss(get: Get) -> None:
         raise ConfigError.about(
             LOSS,
             True,
-            "counts one call of each router a step, and ChunkMBS makes one a micro-chunk",
+            "expects one call of each router per step, but ChunkMBS makes one per micro-chunk",
             "set it to false",
         )
 
@@ -102,7 +102,7 @@ def not_covered(switch: str, texts: Sequence[str], blocks: Sequence[str]) -> lis
 
 
 def check_covered(inner: Inner, blocks: Sequence[str]) -> None:
-    """Every block must be recomputed and offloaded as well, where these are on."""
+    """Every block must be recomputed if recompute is on, and offloaded if offload is on."""
     for switch, texts in inner.items():
         names = names_key(switch)
         missing = not_covered(switch, texts, blocks) if texts is not None else []
@@ -123,15 +123,15 @@ def check_memory(inner: Inner) -> None:
 
 
 def check_hooks(units: Mapping[str, Sequence[str]], hooks: Sequence[str], blocks: Sequence[str]) -> None:
-    """FSDP2 units inside of a block must be gathered with the block, not once a micro-chunk.
+    """FSDP2 units inside a block must be gathered with the block, not once per micro-chunk.
 
-    `units`: their names by the list of the yaml that they stand in.
+    `units`: their names, by the list of the yaml that has them.
     """
     block_patterns, hook_patterns = read_patterns(blocks, BLOCKS), read_patterns(hooks, HOOKS)
 
     def apart(name: str) -> bool:
         block = min(prefixes(name, block_patterns), default=None)
-        hook = max(prefixes(name, hook_patterns), default=0)  # the host takes the innermost
+        hook = max(prefixes(name, hook_patterns), default=0)  # the host uses the innermost one
         return block is not None and block < name.count(".") + 1 and not 0 < hook <= block
 
     known = [*block_patterns, *hook_patterns]
@@ -141,13 +141,13 @@ def check_hooks(units: Mapping[str, Sequence[str]], hooks: Sequence[str], blocks
         raise ConfigError.about(
             HOOKS,
             list(hooks),
-            f"{', '.join(inside)} are FSDP units inside of blocks of {PLAN}, and would be gathered once a micro-chunk",
-            f"list {', '.join(blocks)}, and nothing inside of them",
+            f"{', '.join(inside)} are FSDP units inside blocks of {PLAN}, and would be gathered once per micro-chunk",
+            f"list {', '.join(blocks)}, and no modules inside them",
         )
 
 
 def check_size(chunk_mbs: int, micro_batch_size: int) -> None:
     if chunk_mbs >= micro_batch_size:
         path = f"{PLAN}.chunk_mbs"
-        rule = f"without effect, since training.micro_batch_size is {micro_batch_size}"
+        rule = f"no effect, because training.micro_batch_size is {micro_batch_size}"
         raise ConfigError(f"{path}: {chunk_mbs}: {rule}", path)

@@ -1,8 +1,8 @@
-"""Activations that wait on the host: sent while the next micro-chunk computes, brought back one micro-chunk ahead.
+"""Keeps activations on the host: sent while the next micro-chunk computes, and fetched one micro-chunk ahead.
 
-What autograd saves inside one call of a wrapped block is a group. The order of groups in the forward, read backwards,
-is the order in which the backward wants them. A group is sent when the next one starts, so the last one of a pass,
-which the backward wants first, never leaves.
+The tensors that autograd saves inside one call of a wrapped block are a group. The backward needs the groups in the
+reverse order of the forward. A group is sent when the next one starts, so the last one of a pass, which the backward
+needs first, is never sent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LEAST_BYTES = 1024
 
 
 class HostPool:
-    """Host buffers by size, pinned where that means something, used again and again."""
+    """Host buffers by size, pinned if the device is an accelerator, and reused."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer of at least `nbytes` bytes, uint8. It is the caller's until `give`."""
-        # at most eight sizes between two powers of two: where the sequence length changes, buffers fit all the same
+        """A buffer of at least `nbytes` bytes, uint8. The caller owns it until `give`."""
+        # at most eight sizes between two powers of two: buffers can be reused when the sequence length changes
         step = 1 << max(0, nbytes.bit_length() - 4)
         size = -(-nbytes // step) * step
         if self._free[size]:
@@ -45,11 +45,11 @@ class HostPool:
 
 
 class ActivationOffload:
-    """Offloads what is saved inside the calls that it wraps.
+    """Offloads the tensors that are saved inside the calls that it wraps.
 
-    Left on the device are parameters and buffers, small tensors, and what the caller of the block holds anyway: its
-    arguments, with the exception of the first tensor, the hidden states, if these own their storage (a micro-chunk's
-    do).
+    These stay on the device: parameters and buffers, small tensors, and the arguments of the block, which its caller
+    holds anyway. But the first tensor, the hidden states, is offloaded if it owns its storage (in a micro-chunk it
+    does).
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ActivationOffload:
         self._last: Callable[[], _Group | None] = lambda: None
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """The module's forward, with what it saves offloaded."""
+        """The module's forward, which offloads the tensors that it saves."""
         forward = module.forward
 
         @untraced
@@ -82,7 +82,7 @@ class ActivationOffload:
 
 
 class _Group:
-    """What one call saved. The graph owns the saved tensors; if it goes away, so do they."""
+    """The tensors that one call saved. The graph owns them; they are freed with it."""
 
     def __init__(self, offload: ActivationOffload, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> None:
         self.offload, self.name, self._module = offload, name, module
@@ -92,7 +92,7 @@ class _Group:
         self.before: Callable[[], _Group | None] = offload._last
         self._kept = {_storage(tensor) for tensor in arguments[1:]}
         if arguments and arguments[0].untyped_storage().nbytes() != arguments[0].nbytes:
-            self._kept.add(_storage(arguments[0]))  # a part of something larger, which stays
+            self._kept.add(_storage(arguments[0]))  # a part of a larger tensor, which stays
 
     def __enter__(self) -> _Group:
         before = self.before()
@@ -101,7 +101,7 @@ class _Group:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # sent when this group started: the copy had all this time
+        # the copy started with this group, so it had all this time
         before = self.before()
         if before is not None:
             before.let_go()
@@ -115,7 +115,7 @@ class _Group:
     def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         lane = self.offload._lane
         leaves = lane is not None and self._leaves(tensor, lane.device)
-        # a tensor that its own op saves would hold its graph, which holds the tensor
+        # detached: a tensor that its own op saves would hold its graph, which holds the tensor
         tensor = tensor.detach()
         if lane is None or not leaves:
             return _Kept(self.name, tensor)
@@ -139,11 +139,11 @@ class _Group:
         )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """By the bytes: hooks see views and detached tensors, and FSDP2 has a parameter's only while its unit runs."""
+        """By storage: hooks see views and detached tensors, and FSDP2 gathers a parameter only while its unit runs."""
         if self._weights is None:
             own = [*self._module.parameters(), *self._module.buffers()]
             weights = {_storage(one.to_local() if hasattr(one, "to_local") else one) for one in own}
-            if any(hasattr(one, "to_local") for one in own):  # not gathered yet, perhaps: look again next time
+            if any(hasattr(one, "to_local") for one in own):  # perhaps not gathered yet: check again next time
                 return _storage(tensor) in weights
             self._weights = weights
         return _storage(tensor) in self._weights
@@ -165,7 +165,7 @@ class _Group:
 
 
 class _Kept:
-    """A saved tensor that stays. Autograd itself checks no versions where there are hooks."""
+    """A saved tensor that stays. With hooks, autograd itself checks no versions."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor, self._version = name, tensor, tensor._version
@@ -176,7 +176,7 @@ class _Kept:
 
 
 class _Saved:
-    """A saved tensor, on the device, on the host, or on its way."""
+    """A saved tensor: on the device, on the host, or being copied."""
 
     def __init__(self, group: _Group, tensor: torch.Tensor, lane: CopyLane) -> None:
         self._group, self._lane = group, lane
@@ -185,12 +185,12 @@ class _Saved:
         self._host: torch.Tensor | None = None
         self._work: Work = DONE
         self._like = torch.empty_like(tensor, device="meta")
-        # how often the graph holds it, and how often one backward has asked for it so far
+        # how often the graph holds it, and how often one backward has unpacked it so far
         self.uses = self._used = 0
 
     def __del__(self) -> None:
         if self._host is not None:
-            # a copy may still be under way where the graph was dropped early
+            # if the graph was dropped early, a copy may still be running
             self._work.wait()
             self._group.offload.pool.give(self._host)
 
@@ -204,7 +204,7 @@ class _Saved:
         emit("offload", self._group.name, to="host", bytes=tensor.nbytes)
 
     def let_go(self) -> None:
-        """Free the tensor on the device, behind the copy to the host."""
+        """Free the tensor on the device, after the copy to the host."""
         if self._host is not None and self._tensor is not None:
             self._work.wait()
             self._checked()
@@ -220,7 +220,7 @@ class _Saved:
         emit("offload", self._group.name, to="device", bytes=self._tensor.nbytes)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, for the backward; with the first one of a group, the group before is fetched."""
+        """The tensor, for the backward. The first one of a group also starts the fetch of the group before."""
         self.fetch()
         before = self._group.before()
         if before is not None:
@@ -229,7 +229,7 @@ class _Saved:
         tensor, self._work = self._checked(), DONE
         self._used += 1
         if self._host is not None and self._used >= self.uses:
-            self._tensor, self._used = None, 0  # for another backward it is on the host
+            self._tensor, self._used = None, 0  # another backward fetches it from the host
         return tensor
 
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Chunk MoE: the tokens of one MoE layer in chunks, the all-to-all of one behind the experts of its neighbour."""
+"""Chunk MoE: the tokens of one MoE layer in chunks; the all-to-all of one runs while experts compute another one."""

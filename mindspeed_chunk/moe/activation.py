@@ -1,6 +1,6 @@
-"""Activations of the expert FFN, each with its derivative: SwiGLU written out, any other callable through autograd.
+"""Activations of the expert FFN with their derivatives: SwiGLU by hand, any other callable through autograd.
 
-R rows, I expert intermediate, F what fc1 puts out (2I for SwiGLU).
+R rows, I expert intermediate, F output columns of fc1 (2I for SwiGLU).
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ class SwiGLU:
     def differentiate(
         self, fc1_RF: torch.Tensor, chunk: int, totals: Sequence[torch.Tensor], *, reuse: bool
     ) -> tuple[torch.Tensor, Pullback]:
-        """The output `[R, I]`, the caller's to change, and the function from its gradient (lost) to that of `fc1_RF`.
+        """The output `[R, I]`, which the caller may change, and the function from its gradient to that of `fc1_RF`. The
+        function overwrites its argument.
 
         Args:
-            reuse: the gradient may take the place of `fc1_RF`.
+            reuse: the gradient may overwrite `fc1_RF`.
         """
         return self(fc1_RF, chunk), lambda grad_RI: self._ops.swiglu_backward(grad_RI, fc1_RF, self._limit, reuse=reuse)
 
 
 class CustomActivation:
-    """A caller's activation, row by row from `[R, F]` to `[R, I]`; called again in the backward to be differentiated.
+    """A caller's activation, row by row from `[R, F]` to `[R, I]`. The backward calls it again to differentiate it.
 
-    It must give the same output for the same rows and random numbers each time. It runs under the autocast state of the
+    It must give the same output for the same rows and random numbers each time. It runs with the autocast state of the
     layer's call, in the backward too, and is not called without rows.
 
     Args:
@@ -74,7 +75,7 @@ class CustomActivation:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """As they are now: FSDP2 may swap them for others between the forward and the backward."""
+        """The current ones: FSDP2 may replace them between the forward and the backward."""
         return trainable_parameters(self._function)
 
     def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ class CustomActivation:
 
     def _apply(self, fc1_RF: torch.Tensor) -> torch.Tensor:
         enabled, dtype = self._autocast
-        # no cache: it would hand a parameter's cast made here, without a graph, to the backward, which needs one
+        # no cache: it would give the backward a parameter's cast from here, without the graph that it needs
         with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             return self._function(fc1_RF).to(fc1_RF.dtype)
 
@@ -106,39 +107,39 @@ class CustomActivation:
                 total.add_(grad)
             return grad_RF
 
-        # a copy: it may be a view of `fc1_RF`, or what the pullback still needs
+        # a copy: it may be a view of `fc1_RF`, or the pullback may still need it
         return activated_RI.detach().clone(), pullback
 
     def problem(self, probe_1F: torch.Tensor, *, backward_follows: bool) -> str | None:
-        """What is wrong with the callable, found out with one row of zeros, or None.
+        """The fault of the callable, found with a call on one row of zeros, or None.
 
-        No checkpoint sees it, and no generator is changed: a recompute does not try again.
+        No checkpoint sees this call, and no generator changes: a recompute does not repeat it.
         """
         keep_to_itself = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         probe_1F = probe_1F.detach().requires_grad_()
         try:
             with torch.enable_grad(), keep_to_itself, generators_untouched(self._device):
                 out = self._apply(probe_1F)
-        except Exception as error:  # a caller's code: whatever it raises here, the other ranks must hear of it
+        except Exception as error:  # the caller's code may raise anything, and the other ranks must get the error
             return f"activation: it failed on one row of zeros: {type(error).__name__}: {' '.join(str(error).split())}"
         if out.shape != (1, self._width_out):
             return (
-                f"activation: {tuple(probe_1F.shape)} became {tuple(out.shape)}: must become (1, {self._width_out}), "
-                "the rows that fc2 takes"
+                f"activation: {tuple(probe_1F.shape)} became {tuple(out.shape)}: expected (1, {self._width_out}), the "
+                "rows that fc2 takes"
             )
         leaves = {id(leaf) for leaf in _leaves(out)}
         if id(probe_1F) not in leaves:
             return "activation: its output does not depend on its input through operations that can be differentiated"
         if backward_follows and leaves - {id(probe_1F), *map(id, self.parameters)}:
             return (
-                "activation: it uses a tensor that needs a gradient and is not a parameter of a module it belongs to: "
-                "the gradient would be lost; pass an nn.Module, or a method of one"
+                "activation: it uses a tensor that needs a gradient and is not a parameter of its module, so the "
+                "gradient would be lost; pass an nn.Module, or a method of one"
             )
         return None
 
 
 def trainable_parameters(function: Callable | None) -> tuple[nn.Parameter, ...]:
-    """Parameters that need a gradient, of a module, of the module a method is bound to, or of what a partial wraps."""
+    """Parameters that need a gradient: of a module, of a bound method's module, or of a partial's function."""
     if isinstance(function, functools.partial):
         return trainable_parameters(function.func)
     module = function.__self__ if isinstance(function, types.MethodType) else function

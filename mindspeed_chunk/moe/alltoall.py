@@ -1,8 +1,8 @@
 """The plain dispatcher: permute, all-to-all, experts, all-to-all, unpermute, one after the other, through autograd.
 
-The baseline in losses and in time. It shares with Chunk MoE the exchange itself and the check of the arguments, and
-none of what Chunk MoE adds: no chunks, no plan, no schedule, no gradient written by hand.
-T tokens here, H hidden, K experts a token, R rows, E experts, L = E / ep experts here.
+The baseline for losses and times. It shares the exchange itself and the check of the arguments with Chunk MoE, but has
+no chunks, no plan, no schedule, and no gradient written by hand.
+T tokens here, H hidden, K experts per token, R rows, E experts, L = E / ep experts here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AllToAllDispatcher(Dispatcher):
         sort_TK = arguments.selected_experts.to(torch.int64)
         weight_TK = arguments.weight_TK(sort_TK)
         if pad_T is not None:
-            sort_TK = sort_TK.masked_fill(pad_T[:, None], num_experts)  # behind every expert, and not sent
+            sort_TK = sort_TK.masked_fill(pad_T[:, None], num_experts)  # after every expert, and not sent
         order_R = sort_TK.flatten().argsort(stable=True)
         counts_SE = self._gather_counts(sort_TK, num_experts, group)
         sent, received, counts_SL = _splits(counts_SE, group_rank(group))
@@ -67,11 +67,11 @@ class AllToAllDispatcher(Dispatcher):
         fc2: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Each local expert on its rows, which stand in (source, expert) order here and in the result."""
+        """Each local expert on its rows, which are in (source, expert) order here and in the result."""
         pieces = arrived_RH.split([n for counts in counts_SL for n in counts])
         local = len(counts_SL[0])
         outputs: list[torch.Tensor] = [arrived_RH] * len(pieces)
-        # one unbind, whose backward is one stack; indexing would make a full gradient an expert
+        # one unbind, whose backward is one stack; indexing would make a full gradient per expert
         for expert, (fc1_e, fc2_e) in enumerate(zip(fc1.unbind(0), fc2.unbind(0), strict=True)):
             if self.weight_layout == "LFH":
                 fc1_e, fc2_e = fc1_e.t(), fc2_e.t()
@@ -82,7 +82,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, waited for at once; its gradient is the exchange the other way."""
+    """An all-to-all of rows that waits for its end; its gradient is the reverse exchange."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # through the node again, so that a second derivative has its exchange, too
+        # uses the node again, so that a second derivative has its exchange, too
         return _Exchange.apply(grad, *ctx.splits, ctx.group, "backward"), None, None, None, None
 
 

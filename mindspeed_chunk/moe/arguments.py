@@ -1,4 +1,4 @@
-"""The arguments of one layer call, as the host hands them over, and what can be wrong with them."""
+"""The arguments of one layer call, as the host passes them, and their checks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids and router weights, whichever comes first: told apart by dtype, never by position.
+    """Expert ids and router weights, in any order: identified by dtype, never by position.
 
     Raises:
-        TypeError: if not exactly one of the two holds integers.
+        TypeError: unless exactly one of the two has integers.
     """
     integer = [not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in (first, second)]
     if integer[0] == integer[1]:
@@ -33,14 +33,14 @@ def order_routing(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tens
 
 @dataclass(frozen=True)
 class Arguments:
-    """T tokens here, H hidden, K experts a token, L local experts, F what fc1 puts out, I what fc2 takes.
+    """T tokens here, H hidden, K experts per token, L local experts, F output columns of fc1, I input columns of fc2.
 
     Attributes:
         num_experts: E, over all ranks.
-        routing_weights: `[T, K]` or `[T, E]`; where K = E the former, as the host reads it.
+        routing_weights: `[T, K]` or `[T, E]`; if K = E the former, as in the host.
         selected_experts: `[T, K]`.
         x_TH: the flattened hidden states.
-        fc1, fc2: `[L, H, F]` and `[L, I, H]`, or both transposed where `weight_layout` is "LFH".
+        fc1, fc2: `[L, H, F]` and `[L, I, H]`, or both transposed if `weight_layout` is "LFH".
     """
 
     num_experts: int
@@ -59,7 +59,7 @@ class Arguments:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The rows' dtype, or autocast's where that is on and applies (it leaves fp64 alone)."""
+        """The rows' dtype, or autocast's if it is on and applies (it does not change fp64)."""
         device_type = self.x_TH.device.type
         if torch.is_autocast_enabled(device_type) and self.x_TH.dtype != torch.float64:
             return torch.get_autocast_dtype(device_type)
@@ -77,11 +77,11 @@ class Arguments:
 
     @property
     def dense_weights(self) -> bool:
-        """The router weights are `[T, E]`: each choice has its weight at its expert, not at its place."""
+        """The router weights are `[T, E]`: the weight of a choice is at its expert, not at its position."""
         return self.routing_weights.shape != self.selected_experts.shape
 
     def weight_TK(self, route_TK: torch.Tensor) -> torch.Tensor:
-        """The router weights of the routes that this call takes."""
+        """The router weights of this call's routes."""
         if not self.dense_weights:
             return self.routing_weights
         # ids out of range are refused when the plan is read, and padded tokens have a sentinel
@@ -99,7 +99,7 @@ class Arguments:
         return Needs(rows, weights, fc1, fc2, activation=bool(trainable_parameters(self.activation)))
 
     def problem(self) -> str | None:
-        """What is wrong, in one line, or None. Looks at shapes, dtypes and devices only."""
+        """The fault, in one line, or None. Looks only at shapes, dtypes and devices."""
         return self._routing_problem() or self._weights_problem() or self._option_problem()
 
     def _routing_problem(self) -> str | None:
@@ -147,11 +147,11 @@ class Arguments:
 
     def _option_problem(self) -> str | None:
         if self.ep_balance_strategy is not None:
-            return "features.enable_ep_balance: true: Chunk MoE has no such thing; use dispatcher: alltoall"
+            return "features.enable_ep_balance: true: Chunk MoE does not support it; use dispatcher: alltoall"
         if self.skip_pad and self.seq_mask is None:
-            return "seq_mask: None: must be given where skip_moe_pad_tokens is on"
+            return "seq_mask: None: must be given if skip_moe_pad_tokens is on"
         if self.skip_pad and self.seq_mask is not None and self.seq_mask.numel() != self.x_TH.shape[0]:
             return f"seq_mask: {self.seq_mask.numel()} values: must be one for each of the {self.x_TH.shape[0]} tokens"
         if self.activation is not None and self.swiglu_limit > 0:
-            return "swiglu_limit: has no meaning beside an activation of your own; leave it 0"
+            return "swiglu_limit: has no effect with your own activation; leave it 0"
         return None

@@ -1,9 +1,9 @@
-"""How many chunks a layer call has: as configured, chosen at the first call, or more where rows pile up.
+"""The number of chunks of a layer call: as configured, chosen at the first call, or more if one would be too large.
 
-The choice is that of `costs`, from what the ranks are about to send and from rates that are measured on the spot: the
-same figures on every rank, and so the same number.
+`costs` chooses it from the rows that the ranks will send and from rates that are measured in the call. The figures are
+the same on every rank, and so is the number.
 
-R ranks of the group, S slices that were counted, E experts, K experts a token, H hidden.
+R ranks of the group, S slices that were counted, E experts, K experts per token, H hidden.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ class NumChunks:
 
     @property
     def may_change(self) -> bool:
-        """The counts decide, so they must be read before the first chunk is cut."""
+        """Whether the counts decide; if so, they must be read before the first chunk is cut."""
         return self.settled is None or self._config.chunk_moe_max_rows > 0
 
     @property
     def slices(self) -> int:
-        """How finely the next call's rows are counted."""
+        """The number of slices in which the next call's rows are counted."""
         slices = self.settled or 1
         while self.may_change and slices < CANDIDATES[-1]:
             slices *= 2
         return slices
 
     def choose(self, counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd) -> int:
-        """N for this call, a divisor of the slices. Collective where it is chosen for the first time.
+        """N for this call, a divisor of the slices. A collective if it is chosen for the first time.
 
         Args:
             counts_RSE: rows by source rank, slice and expert, on the host and the same on every rank.
         """
         if self.settled is None:
             if not torch.is_grad_enabled() or not counts_RSE.any():
-                return 1  # an evaluation, or nothing to send, says nothing of a training step
+                return 1  # an evaluation, or a call without rows, says nothing about a training step
             choice = _choose(counts_RSE, arguments, ops, self._config)
-            # equal already, unless what the ranks were configured with differs
+            # already equal, unless the ranks' configurations differ
             agreed = all_reduce_max(torch.tensor([choice.num_chunks]).to(arguments.x_TH.device), arguments.group, "N")
             self.settled = int(HostCopy(agreed, "N").wait().item())
             _tell(choice)
@@ -82,8 +82,8 @@ class NumChunks:
         if rows > most and self._over.again():
             say(
                 logging.WARNING,
-                f"chunk_moe_max_rows: {most}: one of {num_chunks} chunks has {rows} rows on one rank, and there are no "
-                f"finer ones (time {self._over.times})",
+                f"chunk_moe_max_rows: {most}: one of {num_chunks} chunks has {rows} rows on one rank, and this is "
+                f"the largest number of chunks (time {self._over.times})",
             )
 
 
@@ -94,7 +94,7 @@ def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
 
 
 def busiest_rows(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[ChunkRows]:
-    """What the busiest rank of each chunk has to do."""
+    """The work of the busiest rank of each chunk."""
     per_expert_NE = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(0, 2))
     sent_N = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(2, 3)).amax(0).tolist()
     received_N = received(counts_RSE, num_chunks).amax(1).tolist()
@@ -129,7 +129,7 @@ def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd, config
 
 @torch.no_grad()
 def measure(arguments: Arguments, ops: BackEnd, rows: int) -> Device:
-    """What this device and its link do with about `rows` rows; of every figure that of the group's slowest rank."""
+    """Rates of this device and its link with about `rows` rows; each is that of the group's slowest rank."""
     group, dtype, device = arguments.group, arguments.compute_dtype, arguments.x_TH.device
     ranks, hidden = group_size(group), arguments.x_TH.shape[1]
     fc1_LHF = arguments.fc1.to(dtype)
@@ -166,7 +166,7 @@ def measure(arguments: Arguments, ops: BackEnd, rows: int) -> Device:
 
 
 def _exchange(rows: int, hidden: int, arguments: Arguments) -> None:
-    """`rows` rows to each rank, and to itself."""
+    """Send `rows` rows to each rank, including this one."""
     group = arguments.group
     splits = [rows] * group_size(group)
     sent = torch.zeros((sum(splits), hidden), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
@@ -175,7 +175,7 @@ def _exchange(rows: int, hidden: int, arguments: Arguments) -> None:
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """The least of some runs, after one to warm up."""
+    """The shortest of several runs, after one warm-up run."""
     streams, took = accelerator(device), []
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()
@@ -191,7 +191,7 @@ def _tell(choice: ChunkChoice) -> None:
     chosen = f"chunk_moe_auto: {choice.num_chunks} chunks"
     say_once(
         logging.INFO,
-        f"{chosen}, the fewest that are as fast as any; a layer's forward and backward, from rates measured at this "
-        f"call: {times}",
+        f"{chosen}, the fewest of the fastest settings; times of a layer's forward and backward, computed from rates "
+        f"measured in this call: {times}",
         about=chosen,  # each layer chooses
     )

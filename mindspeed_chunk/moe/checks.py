@@ -1,7 +1,7 @@
-"""What can be wrong around Chunk MoE in a configuration, before a model is built or a rank is met.
+"""Checks of a configuration with Chunk MoE, before a model is built and before ranks communicate.
 
-Each function raises a ConfigError for one kind of mistake; whether that ends a run is the caller's to say. No torch in
-here: the host's start, the embedded trainer and the command line call them alike.
+Each function raises a ConfigError for one kind of mistake; the caller decides whether that ends a run. This module does
+not import torch: the host's start, the embedded trainer and the command line all call it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DISPATCHER = f"{PLAN}.dispatcher"
 SIZE = "parallel.expert_parallel_size"
 OP_REPLAY = "features.recompute_plan.op_replay_scopes"
 
-# a shared expert is a plain module, and none of a dispatcher's business
+# a shared expert is a plain module, which no dispatcher handles
 _ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")
 
 
@@ -27,15 +27,15 @@ def check_names(apply_modules: Sequence[str] | None) -> None:
     if not apply_modules:
         raise ConfigError.about(
             f"{PLAN}.apply_modules", apply_modules,
-            "expert parallelism and chunkmoe need the modules that hold the experts",
+            "expert parallelism and chunkmoe need the modules that contain the experts",
             "for Qwen3.5-MoE: model.language_model.layers.{*}.mlp.experts",
         )  # fmt: skip
 
 
 def check_exchange(size: int) -> None:
-    """Of a plan that says chunkmoe."""
+    """For a plan with chunkmoe."""
     if size == 1:
-        rule = f"{DISPATCHER}: {NAME} has no effect, since MindSpeed-MM then reaches no dispatcher"
+        rule = f"{DISPATCHER}: {NAME} has no effect, because MindSpeed-MM then calls no dispatcher"
         raise ConfigError.about(SIZE, size, rule, "set it to 2 or more")
 
 
@@ -45,28 +45,28 @@ def check_ranks(size: int, ranks: int) -> None:
 
 
 def check_experts(size: int, experts: int | None) -> None:
-    """`experts`: the model's; None where that is not known."""
+    """`experts`: the model's number of experts; None if it is not known."""
     if experts is not None and experts % size:
         rule = f"must divide the model's number of experts, {experts}"
         raise ConfigError.about(SIZE, size, rule, "change it, or the model")
 
 
 def check_effect(keys: Iterable[str], dispatcher: str) -> None:
-    """`keys`: those of Chunk MoE that stand in the plan."""
+    """`keys`: those of Chunk MoE that the plan has."""
     keys = [f"{PLAN}.{key}" for key in keys]
     if keys and dispatcher != NAME:
-        message = f"{', '.join(keys)}: without effect while {DISPATCHER} is {dispatcher}; set it to {NAME}"
+        message = f"{', '.join(keys)}: no effect while {DISPATCHER} is {dispatcher}; set it to {NAME}"
         raise ConfigError(message, keys[0])
 
 
 def check_ep_balance(get: Get) -> None:
     if get("features.enable_ep_balance"):
-        rule = "moves experts between ranks, which chunkmoe does not"
+        rule = "moves experts between ranks, which chunkmoe does not support"
         raise ConfigError.about("features.enable_ep_balance", True, rule, "use alltoall")
 
 
 def check_op_replay(get: Get) -> None:
-    """A recompute repeats a chunked layer with the plan of its forward, so not all of its operations again."""
+    """A recompute repeats a chunked layer with the plan of its forward, so it does not repeat all operations."""
     scopes, experts = get(OP_REPLAY), get(f"{PLAN}.apply_modules") or []
     if not scopes or not get("features.recompute"):
         return
@@ -78,14 +78,14 @@ def check_op_replay(get: Get) -> None:
         wrong = [each.text for each in read_patterns(names, OP_REPLAY) if any(shares(each, one) for one in layers)]
         if wrong:
             layers_told = ", ".join(experts)
-            rule = f"holds chunked layers ({layers_told}), whose recompute runs other operations than their forward"
+            rule = f"contains chunked layers ({layers_told}), whose recompute runs other operations than their forward"
             raise ConfigError.about(OP_REPLAY, wrong, rule, "name modules without them, or use alltoall")
 
 
 def check_quantisation(get: Get) -> None:
     path = "training.quantization_plan.recipe_name"
     if get(path):
-        rule = "quantised grouped matmuls are the host's own, and chunkmoe would run plain ones"
+        rule = "chunkmoe would run plain grouped matmuls instead of quantised ones"
         raise ConfigError.about(path, get(path), rule, "use alltoall")
 
 
@@ -93,8 +93,8 @@ def check_lora(get: Get) -> None:
     path = "training.lora.target_modules"
     experts = [name for name in get(path) or [] if _ROUTED_EXPERTS.search(name)]
     if experts and get("training.lora.enable"):
-        rule = "adapters on experts are not seen by a dispatcher, which is handed the plain weights"
-        raise ConfigError.about(path, experts, rule, "leave the experts out")
+        rule = "a dispatcher gets the plain weights of experts, so adapters on them would have no effect"
+        raise ConfigError.about(path, experts, rule, "remove the experts from it")
 
 
 # Features that Chunk MoE does not work with.

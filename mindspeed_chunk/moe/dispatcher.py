@@ -1,7 +1,7 @@
-"""The host's `ep_forward` argument list in, a tensor out: checks, agreement, plan, then the executor.
+"""From the host's `ep_forward` arguments to the output tensor: checks, agreement, plan, then the executor.
 
-T tokens here, H hidden, K experts a token, E experts, L = E / ep experts here, I expert intermediate, F what fc1
-puts out.
+T tokens here, H hidden, K experts per token, E experts, L = E / ep experts here, I expert intermediate, F output
+columns of fc1.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = ["ChunkMoEDispatcher"]
 
 
 class Dispatcher(ABC):
-    """What is called as MindSpeed-MM's `ep_forward`: a subclass says in `_call` what comes of the arguments.
+    """Callable as MindSpeed-MM's `ep_forward`; a subclass computes the output in `_call`.
 
     Args:
-        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as MindSpeed-MM has them; "LFH" for `[L, F, H]`
-            and `[L, H, I]`, as transformers has them. Never guessed from shapes.
+        weight_layout: "LHF" for fc1 `[L, H, F]` and fc2 `[L, I, H]`, as in MindSpeed-MM; "LFH" for `[L, F, H]` and
+            `[L, H, I]`, as in transformers. Never guessed from shapes.
     """
 
     def __init__(self, *, weight_layout: str = "LHF") -> None:
@@ -77,30 +77,30 @@ class Dispatcher(ABC):
         seq_mask: torch.Tensor | None = None,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Send every token to its experts and bring back the weighted sum of what they make of it.
+        """Send every token to its experts and return the weighted sum of their outputs.
 
         Args:
             num_experts: E, over all ranks.
-            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (where K = E: the former, as
-                the host has it). Floating point.
+            routing_weights: `[T, K]`, or `[T, E]` to be gathered by `selected_experts` (if K = E: the former, as in
+                the host). Floating point.
             selected_experts: `[T, K]`, integers in [0, E).
             hidden_states: `[..., H]`, flattened to `[T, H]`. T may differ from rank to rank and from call to call.
-            fc1_weight, fc2_weight: the local experts', in the constructor's layout and the dtype of the rows.
-            ep_group: the expert-parallel ranks; None where all experts are here.
-            fused: accepted for the host's sake. Which kernels run is the back end's business (`chunk_moe_backend`).
-            swiglu_limit: where positive, SwiGLU's inputs are clamped to it.
+            fc1_weight, fc2_weight: weights of the local experts, in the constructor's layout and the dtype of the rows.
+            ep_group: the expert-parallel ranks; None if all experts are here.
+            fused: accepted because the host passes it. The back end decides which kernels run (`chunk_moe_backend`).
+            swiglu_limit: if positive, SwiGLU's inputs are clamped to it.
             ep_balance_strategy: must be None.
-            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and come back as they are.
+            skip_moe_pad_tokens: tokens whose `seq_mask` is 0 are not sent and are returned unchanged.
             seq_mask: T values, 0 for padding.
-            activation: in place of SwiGLU; rows `[n, F]` to `[n, I]`, each row by itself.
+            activation: instead of SwiGLU; rows `[n, F]` to `[n, I]`, each row independently.
 
         Returns:
             `[T, H]`, in the dtype of `routing_weights` (of `hidden_states` with `skip_moe_pad_tokens`).
 
         Raises:
             ValueError: on every rank, before any row is sent: for arguments that do not fit each other, E not divisible
-                by the group's size, expert ids out of range, or ranks that differ in what must be equal. Only an E
-                that changes after the first call, and on some ranks alone, cannot be told.
+                by the group's size, expert ids out of range, or ranks with different settings. Only one case is not
+                detected: an E that changes after the first call, and only on some ranks.
         """
         arguments = Arguments(
             num_experts=num_experts,
@@ -126,14 +126,14 @@ class Dispatcher(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """What a layer call decides in its forward, and keeps to in its recomputes.
+    """The decisions of a layer call in its forward, which its recomputes use again.
 
     Attributes:
         plan: the rows of every chunk.
         tokens: each chunk's slice of the tokens.
         route_TK: see `plan.route`.
-        draws: of the activation, filled while the forward runs.
-        grad: the forward ran with gradients, so that the ranks have compared which ones they need.
+        draws: random draws of the activation, recorded while the forward runs.
+        grad: the forward ran with gradients, so the ranks have compared which ones they need.
     """
 
     plan: PendingPlan
@@ -154,21 +154,21 @@ class ChunkMoEDispatcher(Dispatcher):
     def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
         super().__init__(weight_layout=weight_layout)
         self.config = config
-        # per group, the first calls that its ranks have compared settings at: see `_agree_once`
+        # per group, the first calls in which its ranks have compared settings: see `_agree_once`
         self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = weakref.WeakKeyDictionary()
-        # modules that have passed as activations, and with which widths and dtypes
+        # modules that were tested as activations, with their widths and dtypes
         self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
         self._num_chunks = NumChunks(config)
-        # choices of the router that recomputes overruled since the last plan, int64 [1], and how often that was seen
+        # how many router choices recomputes replaced since the last plan, int64 [1], and how often this happened
         self._rerouted: torch.Tensor | None = None
         self._times_rerouted = Rarely()
 
     def __getstate__(self) -> dict:
-        """For copies and pickles: what was agreed on, or tried, in this process means nothing elsewhere."""
+        """For copies and pickles: agreements and tests of this process are not valid elsewhere."""
         return {"config": self.config, "weight_layout": self.weight_layout}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # a copy is made as a new one is
+        self.__init__(**state)  # type: ignore[misc]  # a copy is made like a new one
 
     def _call(self, arguments: Arguments) -> torch.Tensor:
         recalled = recall()
@@ -180,22 +180,22 @@ class ChunkMoEDispatcher(Dispatcher):
             return out_TH
         kept: Decided = recalled.entry
         if torch.is_grad_enabled() and not kept.grad:
-            # behind the forward of a reentrant checkpoint: only now is it known which gradients are needed
+            # after the forward of a reentrant checkpoint: only now it is known which gradients are needed
             settings = self._settings(arguments)
             self._agree_once("recompute", arguments.num_experts, settings, None, arguments.group, arguments.x_TH.device)
         decided = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
         return self._run(arguments, decided, output=recalled.output_needed)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
-        """The routes of a recompute. What has changed is added up on the device; the next plan brings it home.
+        """The routes of a recompute. Changed choices are counted on the device; the next plan returns the count.
 
-        Router weights `[T, K]` stand in the order of the recompute's choices, so the kept experts take these places;
-        dense ones are gathered by the routes, so that the forward's serve as they are.
+        Router weights `[T, K]` are in the order of the recompute's choices, so the kept experts get these positions.
+        Dense weights are gathered by the routes, so the forward's routes are used as they are.
         """
         route_TK = route(arguments.selected_experts, arguments.num_experts, arguments.pad_T())
         if route_TK.shape != kept_TK.shape:
             raise RuntimeError(
-                f"a recompute routes {tuple(route_TK.shape)} (tokens, experts a token), its forward routed "
+                f"a recompute routes {tuple(route_TK.shape)} (tokens, experts per token), its forward routed "
                 f"{tuple(kept_TK.shape)}: the calls of one checkpoint must come in the same order"
             )
         route_TK, changed = reroute(route_TK, kept_TK)
@@ -203,17 +203,17 @@ class ChunkMoEDispatcher(Dispatcher):
         return kept_TK if arguments.dense_weights else route_TK
 
     def _warn_of_empty_chunks(self, num_tokens: int) -> None:
-        """Each chunk has its collectives, whatever is in it, so that a number too large looks like a hang."""
+        """Each chunk has its collectives, even an empty one, so a number that is too large looks like a hang."""
         setting = f"parallel.ep_plan.moe_num_chunks: {self.config.moe_num_chunks}"
         say_once(
             logging.WARNING,
-            f"{setting}: more chunks than the {num_tokens} tokens of a call; each costs its collectives; use 2 to 8, "
-            "or moe_chunk_size for a number of tokens",
+            f"{setting}: more chunks than the {num_tokens} tokens of a call; each chunk costs its collectives; use 2 "
+            "to 8, or moe_chunk_size for a number of tokens",
             about=setting,
         )
 
     def _warn_of_reroutes(self, rerouted: dict[int, int]) -> None:
-        """Rarely, since near ties fall the other way in many a step."""
+        """Rarely, since near ties are decided differently in many steps."""
         emit("rerouted", "plan", by_rank=rerouted)
         if self._times_rerouted.again():
             choices = ", ".join(f"{n} choices on rank {rank}" for rank, n in rerouted.items())
@@ -225,9 +225,9 @@ class ChunkMoEDispatcher(Dispatcher):
             )
 
     def _plan(self, arguments: Arguments) -> Decided:
-        """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it found.
+        """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it finds.
 
-        Where the counts decide on the number of chunks they are waited for here, before the first rows are permuted.
+        If the counts decide on the number of chunks, this waits for them, before the first rows are permuted.
         """
         group, device, num_experts = arguments.group, arguments.x_TH.device, arguments.num_experts
         error = self._problem(arguments)
@@ -294,7 +294,7 @@ class ChunkMoEDispatcher(Dispatcher):
         token = Open.apply(opened, arguments.x_TH, decided.route_TK, arguments.weight_TK(decided.route_TK))
         try:
             opened.filled = run_filler()
-        except BaseException:  # a checkpoint's early stop is one, too
+        except BaseException:  # a checkpoint's early stop is an exception, too
             opened.take_over().abandon()
             raise
         if not output:
@@ -312,7 +312,7 @@ class ChunkMoEDispatcher(Dispatcher):
         return CustomActivation(arguments.activation, device, arguments.fc2_width, draws)
 
     def _problem(self, arguments: Arguments) -> str | None:
-        """What is wrong with a call on this rank, in one line, or None."""
+        """The fault of a call on this rank, in one line, or None."""
         error = arguments.problem()
         if error is not None:
             return error
@@ -325,7 +325,7 @@ class ChunkMoEDispatcher(Dispatcher):
         return self._activation_problem(arguments)
 
     def _activation_problem(self, arguments: Arguments) -> str | None:
-        """Modules are tried once for each use they are put to; another callable may change, and is tried each time."""
+        """A module is tested once for each kind of use. Any other callable may change, and is tested in each call."""
         module = arguments.activation if isinstance(arguments.activation, nn.Module) else None
         dtype, grad, device = arguments.compute_dtype, backward_follows(), arguments.x_TH.device
         use = (arguments.fc1_width, arguments.fc2_width, dtype, grad)
@@ -339,7 +339,7 @@ class ChunkMoEDispatcher(Dispatcher):
         return error
 
     def _settings(self, arguments: Arguments) -> dict[str, object]:
-        """What must be equal on every rank of the group, or exchanges would not match."""
+        """The settings that must be equal on every rank of the group, since exchanges would not match otherwise."""
         config, needs = self.config, arguments.needs()
         return {
             "moe_num_chunks": config.moe_num_chunks,
@@ -352,7 +352,7 @@ class ChunkMoEDispatcher(Dispatcher):
             "chunk_moe_keep": config.keep,
             "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
             "num_experts": arguments.num_experts,
-            "experts a token": arguments.selected_experts.shape[1],
+            "experts per token": arguments.selected_experts.shape[1],
             "hidden size": arguments.x_TH.shape[1],
             "dtype of the rows": arguments.compute_dtype,
             "dtype of the router weights": arguments.routing_weights.dtype,
@@ -372,8 +372,8 @@ class ChunkMoEDispatcher(Dispatcher):
     ) -> None:
         """At the first call of its direction with this group and number of experts, compare all settings.
 
-        The very first one checks the wire, too. Later calls compare a word of the plan's gather, whose size the
-        settings compared here decide.
+        The very first one checks the exchange, too. Later calls compare a word of the plan's gather. The settings that
+        are compared here determine the size of that gather.
         """
         if group is None or group_size(group) == 1:
             return

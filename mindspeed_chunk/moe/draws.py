@@ -1,8 +1,8 @@
-"""Random numbers that an activation draws: in the backward, and in a recompute, those of its forward.
+"""Random numbers that an activation draws: the backward and a recompute draw the same as the forward.
 
-The backward calls a custom activation again to differentiate it. Dropout in there must find its mask again, so the
-states of torch's generators are kept for each chunk whose activation was seen to draw. Where none draws, nothing is
-kept. Generators of the caller, passed to torch as `generator=`, are not seen.
+The backward calls a custom activation again to differentiate it. Dropout in it must get the same mask again, so the
+states of torch's generators are kept for each chunk whose activation changed them. If none draws, nothing is kept. The
+caller's own generators, passed to torch as `generator=`, are not replayed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mindspeed_chunk.device import generator_states, set_generator_states
 
 
 class Draws:
-    """What the activation of one layer call drew, by chunk: states of the generators before and after.
+    """The draws of one layer call's activation, by chunk: states of the generators before and after.
 
     Args:
-        device: that of the rows; its generator is watched, and the CPU's.
+        device: that of the rows; its generator and the CPU's are compared.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class Draws:
 
     @contextmanager
     def of(self, chunk: int) -> Iterator[None]:
-        """The chunk's activation runs in this block: for the first time, or in a recompute, where it draws the same."""
+        """The chunk's activation runs in this block: for the first time, or in a recompute, which draws the same."""
         if chunk in self._by_chunk:
             with self.again(chunk):
                 yield
@@ -42,7 +42,7 @@ class Draws:
 
     @contextmanager
     def again(self, chunk: int) -> Iterator[None]:
-        """The block draws what was drawn for the chunk, and leaves the generators as they are."""
+        """The block draws the same numbers as for the chunk before, and leaves the generators unchanged."""
         if chunk not in self._by_chunk:
             yield
             return
@@ -51,14 +51,15 @@ class Draws:
             yield
 
     def pass_over(self) -> None:
-        """In a recompute without the activation: leave the generators where its forward left them."""
+        """In a recompute without the activation: set the generators to their state after the forward."""
         for chunk in self._by_chunk:  # in the order of the draws
             self._pass_over(chunk)
 
     def _pass_over(self, chunk: int) -> None:
-        """From where the generators were before the chunk's draws to where they were behind them.
+        """Move the generators from their state before the chunk's draws to their state after them.
 
-        Elsewhere they stay: a checkpoint with `preserve_rng_state=False` draws other numbers around the layer, too.
+        In any other state they stay: a checkpoint with `preserve_rng_state=False` also draws other numbers around the
+        layer.
         """
         before, after = self._by_chunk[chunk]
         if _equal(generator_states(self._device), before):
@@ -67,7 +68,7 @@ class Draws:
 
 @contextmanager
 def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Whatever the block draws, the generators are then where they were."""
+    """After the block, the generators are in the same state as before, whatever it draws."""
     states = generator_states(device)
     try:
         yield

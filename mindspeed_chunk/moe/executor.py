@@ -1,9 +1,9 @@
-"""One layer call, forward and backward: each walks a schedule from left to right, with one branch a kind of action.
+"""One layer call, forward and backward: each runs a schedule from left to right, with one branch per kind of action.
 
-The only owner of buffers and work handles. A direction is a generator that pauses once, where one node of the autograd
-graph ends and the next begins (`nodes.py`).
+Only this module owns buffers and work handles. A direction is a generator that pauses once, where one node of the
+autograd graph ends and the next begins (`nodes.py`).
 
-T tokens, H hidden, K experts per token, R rows routed, I expert intermediate, F what fc1 puts out, L experts here,
+T tokens, H hidden, K experts per token, R rows routed, I expert intermediate, F output columns of fc1, L experts here,
 W the width of a packed row (`packing.py`).
 """
 
@@ -37,10 +37,10 @@ class Call:
     Attributes:
         schedule, lookahead: which schedule, forward and backward; see `schedule.build`.
         tokens: each chunk's slice of the tokens.
-        compute_dtype: of the rows and the expert matmuls; differs from the inputs' under autocast only.
+        compute_dtype: of the rows and the expert matmuls; differs from the inputs' dtype only under autocast.
         transposed: the weights are `[L, F, H]` and `[L, H, I]`.
-        keep: what the backward finds: see `ChunkMoEConfig.chunk_moe_keep`.
-        output: False in a recompute whose output nothing reads: only what is kept is made again.
+        keep: what is kept for the backward: see `ChunkMoEConfig.chunk_moe_keep`.
+        output: False in a recompute whose output is not read: it computes only what is kept.
     """
 
     schedule: str
@@ -68,7 +68,7 @@ class Call:
         return (*schedule[:pause], None, *schedule[pause:])
 
     def backward_actions(self) -> tuple[Action | None, ...]:
-        """The schedule; None for the pause, before what only waits for the last combines."""
+        """The schedule; None for the pause, before the actions that only wait for the last combines."""
         drop = ("" if self.needs.input else "CU") + ("" if self.needs.experts else "W")
         schedule = build(self.schedule, len(self.tokens), lookahead=self.lookahead, backward=True, drop=drop)
         pause = before_last_unpermutes(schedule)
@@ -76,7 +76,7 @@ class Call:
 
 
 class Walk(Generic[Result]):
-    """A generator that pauses once: run up to the pause when this is made, and to its end by `finish`."""
+    """A generator that pauses once. The constructor runs it up to the pause, and `finish` to its end."""
 
     def __init__(self, generator: Generator[None, Any, Result]) -> None:
         self._generator = generator
@@ -84,7 +84,7 @@ class Walk(Generic[Result]):
         next(generator)
 
     def finish(self, value: object = None) -> Result:
-        """Go on with `value`. Returns what the generator does; of a walk that has ended, the same again."""
+        """Continue with `value`. Returns the generator's result; after the end, the same result again."""
         if not self._results:
             try:
                 self._generator.send(value)
@@ -93,16 +93,16 @@ class Walk(Generic[Result]):
         return self._results[0]
 
     def abandon(self) -> None:
-        """The walk will not be finished: wait for the rows on the wire before their buffers go."""
+        """Give up: wait for the exchanges in flight before their buffers are freed."""
         self._generator.close()
 
 
 @dataclass
 class Forwarded:
-    """What a forward returns: the output, and what a backward needs.
+    """The result of a forward: the output, and the data for a backward.
 
     Attributes:
-        out_TH: in the dtype of the router weights; NaN where the call has no output.
+        out_TH: in the dtype of the router weights; NaN if the call has no output.
         orders: the order of each chunk's rows.
         kept: what `Call.keep` says, chunk by chunk.
     """
@@ -117,10 +117,10 @@ class Forwarded:
 def forward(
     call: Call, plan: PendingPlan, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor
 ) -> Generator[None, Experts, Forwarded]:
-    """Pauses after the launch of the first dispatch, and goes on with the experts."""
+    """Pauses after the launch of the first dispatch, and continues with the experts."""
     chunks, ops, experts = [_Chunk() for _ in call.tokens], call.ops, cast(Experts, None)
     rows_TH = x_TH.to(call.compute_dtype)
-    # NaN where there is no output: a reader that should not be there sees it
+    # NaN if there is no output, so that an unexpected reader shows
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
     result = Forwarded(x_TH, weight_TK, out_TH, [], [])
     keep = call.keep if call.needs.any else "nothing"
@@ -146,7 +146,7 @@ def forward(
                     chunk.in_flight = False
                     fc1_RF = experts.fc1(rows_RH, groups) if keep == "activations" else None
                 result.kept += {"nothing": (), "input": (), "rows": (rows_RH,), "activations": (rows_RH, fc1_RF)}[keep]
-                del rows_RH, fc1_RF  # or they would live as long as the walk
+                del rows_RH, fc1_RF  # otherwise they would live as long as the walk
             elif kind == "C":
                 chunk.combine(plan.wait()[c], call.group, str(action), weight_TK.shape[1])
             elif kind == "U":
@@ -164,24 +164,24 @@ def backward(
     saved: Sequence[torch.Tensor],
     totals: Totals,
 ) -> Generator[None, None, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Pauses before it waits for the last combines: `totals` are complete, and only what these need is still held.
+    """Pauses before it waits for the last combines. Then `totals` are complete, and only data for these is still held.
 
-    What travels to the experts is one packed row for each routed one: the gradient of the token's output, the token
-    itself where only the input was kept, and the router weight.
+    One packed row per routed row is sent to the experts: the gradient of the token's output, the token itself if only
+    the input was kept, and the router weight.
 
     Args:
-        x_TH: the input, where only that was kept.
-        saved: the order of each chunk's rows, then what was kept of the chunks.
+        x_TH: the input, if only that was kept.
+        saved: the order of each chunk's rows, then what was kept for the chunks.
 
     Returns:
-        The gradients of the tokens and of the router weights, each None where it is not needed.
+        The gradients of the tokens and of the router weights, each None if it is not needed.
     """
     chunks, ops, needs = [_Chunk() for _ in call.tokens], call.ops, call.needs
     shape, hidden, top_k, weight_dtype = grad_TH.shape, grad_TH.shape[1], weight_TK.shape[1], weight_TK.dtype
     out_hidden, back_hidden = hidden * (1 if x_TH is None else 2), hidden if needs.rows else 0
     orders, kept = saved[: len(chunks)], saved[len(chunks) :]
     del saved
-    x_grad_TH: torch.Tensor | None = None  # made when the first part of it has come
+    x_grad_TH: torch.Tensor | None = None  # made when its first part has arrived
     weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
     for action in call.backward_actions():
         if action is None:
@@ -227,7 +227,7 @@ def backward(
                 if not needs.experts:
                     chunk.operands = None
                 elif call.keep == "input":
-                    # memory is what this mode is for: the larger half of the operands goes before rows come back
+                    # this mode is for memory: the larger half of the operands is freed before rows return
                     chunk.operands = experts.weight_grad(chunk.operands, totals.fc1_LHF, None)
             elif kind == "C":
                 chunk.combine(plan.wait()[c], call.group, str(action), top_k)
@@ -255,13 +255,13 @@ def backward(
 
 @dataclass
 class _Chunk:
-    """What one chunk owns between its first action and its last.
+    """The data of one chunk between its first action and its last.
 
     Attributes:
-        send: rows to be sent, or on the wire: not to be written or freed until the wait on `work`.
-        received: where the rows on the wire arrive: not to be read until that wait.
-        operands: what the weight gradients wait for.
-        in_flight: dispatched, and its combine not launched.
+        send: rows to be sent or being sent: not to be written or freed until the wait for `work`.
+        received: the buffer in which rows arrive: not to be read until that wait.
+        operands: the operands of the weight gradients.
+        in_flight: dispatched, but its combine is not launched yet.
     """
 
     send: torch.Tensor | None = None
@@ -273,7 +273,7 @@ class _Chunk:
     def dispatch(self, plan: ChunkPlan, group: dist.ProcessGroup | None, name: str) -> None:
         """Launch the all-to-all towards the experts."""
         assert self.send is not None  # P before D
-        # rows of padded tokens stand last and are not sent
+        # rows of padded tokens are last and are not sent
         self.send = self.send[: plan.num_sent]
         self.received, self.work = all_to_all(
             self.send, plan.send_splits, plan.recv_splits, group, name, most=plan.most
@@ -290,9 +290,9 @@ class _Chunk:
         self.in_flight = False
 
     def arrived(self) -> torch.Tensor:
-        """Wait for the rows on the wire. The send buffer goes; the received rows become the caller's."""
+        """Wait for the exchange. The send buffer is freed; the caller owns the received rows."""
         self.work.wait()
-        received = cast(torch.Tensor, self.received)  # a walk that is abandoned may have none, and does not look at it
+        received = cast(torch.Tensor, self.received)  # an abandoned walk may have none, and does not use it
         self.work, self.send, self.received = DONE, None, None
         return received
 
@@ -302,7 +302,7 @@ class _Chunk:
 
 @contextlib.contextmanager
 def _paused(chunks: list[_Chunk]) -> Iterator[None]:
-    """Around a pause: of a walk that ends there, the rows on the wire must arrive before their buffers go."""
+    """Around a pause: if the walk ends there, exchanges in flight must end before their buffers are freed."""
     try:
         yield
     except GeneratorExit:
@@ -313,7 +313,7 @@ def _paused(chunks: list[_Chunk]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded(action: Action, chunks: list[_Chunk]) -> Iterator[None]:
-    """Around an action: a profiler range of its name, and an event of what the chunks hold behind it."""
+    """Around an action: a profiler range with its name, and an event with what the chunks own after it."""
     profiled = torch.autograd._profiler_enabled()
     with torch.profiler.record_function(f"chunkmoe::{action}") if profiled else contextlib.nullcontext():
         yield

@@ -1,10 +1,10 @@
 """The expert FFN of one chunk: forward, input gradient, weight gradients.
 
-R rows here, H hidden, I expert intermediate, F what fc1 puts out (2I for SwiGLU), L experts here.
+R rows here, H hidden, I expert intermediate, F output columns of fc1 (2I for SwiGLU), L experts here.
 
 With y = b @ fc2, b = activation(x @ fc1), and a token's output sum_k w_k y_k, let g be the gradient of the token's
-output. Then the gradient of y is w g and that of w is g . y = g . (b @ fc2) = b . (g @ fc2^T): the router's gradient
-falls out of the expert's backward, from the unweighted g, and neither y nor a division by w is needed.
+output. Then the gradient of y is w g and that of w is g . y = g . (b @ fc2) = b . (g @ fc2^T). So the expert's
+backward also gives the router's gradient, from the unweighted g, without y and without a division by w.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_chunk.ops.groups import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Which gradients a layer call has to deliver."""
+    """Which gradients a layer call must compute."""
 
     rows: bool
     weights: bool
@@ -35,7 +35,7 @@ class Needs:
 
     @property
     def input(self) -> bool:
-        """Something travels back to the tokens."""
+        """Gradients are sent back to the tokens."""
         return self.rows or self.weights
 
     @property
@@ -45,7 +45,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class WeightOperands:
-    """What the weight gradients of one chunk are made of: fc1's is rows^T grad_fc1, fc2's is activated^T grad_rows."""
+    """Operands of one chunk's weight gradients: fc1's is rows^T grad_fc1, fc2's is activated^T grad_rows."""
 
     rows_RH: torch.Tensor
     grad_fc1_RF: torch.Tensor | None
@@ -86,7 +86,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class Experts:
-    """The local experts of one layer call, over one back end."""
+    """The local experts of one layer call, with one back end."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class Experts:
         needs: Needs,
         activation_totals: Sequence[torch.Tensor],
     ) -> tuple[WeightOperands, torch.Tensor | None]:
-        """What the weight gradients need, and the gradients of the router weights `[R]`, if these are needed.
+        """The operands of the weight gradients, and the gradients of the router weights `[R]`, if these are needed.
 
         Args:
-            grad_rows_RH: gradients of the tokens' outputs, one a row, not yet weighted.
+            grad_rows_RH: gradients of the tokens' outputs, one per row, without the weights.
             weight_R: the router weight of each row, in the router's dtype.
             fc1_RF: as `forward` returned it, or None to compute it again from `rows_RH`.
             activation_totals: the activation's parameter gradients are added to these.
@@ -135,7 +135,7 @@ class Experts:
         again = fc1_RF is None
         if fc1_RF is None:
             fc1_RF = self.fc1(rows_RH, groups)
-        # a saved tensor stays as it is; one made here gives its place to its gradient
+        # a saved tensor stays unchanged; one made here is overwritten by its gradient
         activated_RI, pullback = self._activation.differentiate(fc1_RF, chunk, activation_totals, reuse=again)
         grad_fc1_RF = weight_grad_R = None
         if needs.input or needs.fc1 or needs.activation:
@@ -156,7 +156,7 @@ class Experts:
     def weight_grad(
         self, operands: WeightOperands, fc1_total_LHF: torch.Tensor | None, fc2_total_LIH: torch.Tensor | None
     ) -> WeightOperands:
-        """Add one chunk's weight gradients to the totals that are given; return what the other one still needs."""
+        """Add one chunk's weight gradients to the given totals; return the operands that the other one still needs."""
         if fc1_total_LHF is not None:
             assert operands.grad_fc1_RF is not None
             self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.groups, fc1_total_LHF)
@@ -168,7 +168,7 @@ class Experts:
 
 
 def _row_dot(left_RI: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:
-    """The dot product of each pair of rows, `[R]`, summed in fp32 where the rows are narrower."""
+    """The dot product of each pair of rows, `[R]`, summed in fp32 if the rows are narrower."""
     if left_RI.dtype in (torch.bfloat16, torch.float16):
         left_RI, right_RI = left_RI.float(), right_RI.float()
     return (left_RI * right_RI).sum(-1)

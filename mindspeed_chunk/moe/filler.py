@@ -1,14 +1,14 @@
-"""Work that has nothing to do with the routed tokens, computed while the first of them travel.
+"""Work that does not depend on the routed tokens, computed during the first dispatch.
 
-A model's block says what it is (`Filler`), the dispatcher says when (`run_filler`):
+A model's block defines the work (`Filler`), and the dispatcher runs it at the right moment (`run_filler`):
 
     filler = Filler(lambda: shared_expert(x))
     with filler:
         routed = experts(x, index, weights)
     return routed + filler.result()
 
-A dispatcher that knows nothing of it changes nothing: `result()` then computes it. What autograd records of the filler
-stands between the two nodes of the layer call, so its backward runs while the layer's last rows travel back.
+With a dispatcher that does not use fillers, `result()` computes it. Autograd records the filler between the two nodes
+of the layer call, so its backward runs while the layer's last rows are sent back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _current: ContextVar[Filler | None] = ContextVar("filler", default=None)
 
 
 class Filler:
-    """Something to compute once, in the layer call made while this is entered or else when the result is asked for."""
+    """Work that is computed once: in a layer call inside the `with` block, or else by `result()`."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         self._compute: Callable[[], torch.Tensor] | None = compute
@@ -37,7 +37,7 @@ class Filler:
         _current.reset(self._entered)
 
     def run(self) -> bool:
-        """Compute, unless that is done. True if it was not."""
+        """Compute, unless this has been done. True if it computed."""
         if self._compute is None:
             return False
         self._result = self._compute()
@@ -50,6 +50,6 @@ class Filler:
 
 
 def run_filler() -> bool:
-    """Compute what the block around this layer call has to offer, if it has not been computed. True if it was."""
+    """Compute the filler of the block around this layer call, if any, and not yet computed. True if it computed."""
     filler = _current.get()
     return filler is not None and filler.run()

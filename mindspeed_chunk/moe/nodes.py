@@ -1,12 +1,12 @@
-"""The two nodes of the autograd graph that a layer call is.
+"""The two autograd nodes of a layer call.
 
-`Open` launches the first dispatch, `Close` does the rest. What the caller computes between the two hides that dispatch
-and, because autograd runs nodes in reverse order of their creation, in the backward the last combine: there `Close`
-walks up to it and `Open` waits for it. A token is the edge between them.
+`Open` launches the first dispatch, `Close` does the rest. Work that the caller computes between the two hides that
+dispatch. Autograd runs nodes in reverse order of their creation, so in the backward this work hides the last combine:
+`Close` runs up to it and `Open` waits for it. A token is the edge between the nodes.
 
-What the backward needs goes through `ctx.save_for_backward`, where checkpoint and offload hooks see it. `Close` saves
-all of it: the early stop of a checkpoint then ends a recompute behind the whole call, or, where the call needs no
-backward, before `Close` on every rank. `ctx` keeps host-side values only; tensors pass from node to node within one
+Tensors for the backward go through `ctx.save_for_backward`, where checkpoint and offload hooks see them. `Close` saves
+all of them. So the early stop of a checkpoint ends a recompute after the whole call or, if the call needs no backward,
+before `Close` on every rank. `ctx` keeps only host-side values. Tensors are passed from node to node within one
 direction, never into the backward of another forward.
 """
 
@@ -30,9 +30,9 @@ class Opened:
     """One layer call between its nodes.
 
     Attributes:
-        walk: what one node begins and the other ends, in either direction.
-        filled: something was computed between the nodes; otherwise the backward has no reason to leave its last rows
-            on the wire while it goes from one to the other.
+        walk: the walk that one node begins and the other ends, in both directions.
+        filled: something was computed between the nodes. Otherwise the backward waits for its last rows in the first
+            of them.
     """
 
     call: Call
@@ -42,12 +42,12 @@ class Opened:
 
     def take_over(self) -> Walk:
         walk, self.walk = self.walk, None
-        assert walk is not None  # one node hands over, then the other takes
+        assert walk is not None  # one node sets it, then the other takes it
         return walk
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A gradient as it is, which refuses to be differentiated."""
+    """An unchanged gradient that raises an error when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """For a backward without a derivative: to differentiate its results raises an error.
+    """For a backward without a derivative: differentiating its results raises an error.
 
-    torch's `once_differentiable` does this only where the incoming gradient has a derivative itself. Behind a constant
-    one the second-order part would be missing in silence.
+    torch's `once_differentiable` does this only if the incoming gradient has a derivative itself. With a constant one,
+    the second-order part would be missing without an error.
     """
 
     @functools.wraps(backward)
@@ -80,9 +80,9 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 class Open(torch.autograd.Function):
-    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue what comes before the first wait, and launch that dispatch.
+    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue the work before the first wait, and launch the dispatch.
 
-    The token, `[0]`, goes to `Close`. It needs a gradient if something has to travel back to the tokens.
+    The token, `[0]`, goes to `Close`. It needs a gradient if gradients must be sent back to the tokens.
     """
 
     @staticmethod
@@ -106,8 +106,8 @@ class Open(torch.autograd.Function):
 class Close(torch.autograd.Function):
     """`(opened, token, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
 
-    The output has the dtype of the router weights. Every rank takes part in every exchange whatever it received; a rank
-    or chunk without rows contributes zero gradients, never `None`.
+    The output has the dtype of the router weights. Every rank takes part in every exchange, whatever it received. A
+    rank or chunk without rows has zero gradients, never `None`.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class Close(torch.autograd.Function):
             done = opened.take_over().finish(call.experts(fc1, fc2))
         ctx.opened = opened
         if call.needs.any:
-            # the weights themselves, not a cast or transposed copy, which would survive FSDP2's reshard
+            # the weights themselves: a cast or transposed copy would survive FSDP2's reshard
             x_TH = done.x_TH if call.keep == "input" else None
             ctx.save_for_backward(done.weight_TK, fc1, fc2, x_TH, *done.orders, *done.kept)
         return done.out_TH

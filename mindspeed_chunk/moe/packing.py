@@ -1,8 +1,8 @@
-"""Rows that carry one number each: H columns, then a 16-byte tail whose first bytes are the number, in its own dtype.
+"""Rows with one number each: H columns, then a 16-byte tail whose first bytes are the number, in its own dtype.
 
-In the backward the router weight travels with its gradient row, and the weight's gradient rides back with the row's.
-The tail starts and ends at a multiple of 16 bytes, which keeps every row aligned for the kernels that ask for it. The
-planner counts with the same width, and imports no torch.
+In the backward the router weight is sent with its gradient row, and the weight's gradient returns with the row's
+gradient. The tail starts and ends at a multiple of 16 bytes, so every row is aligned for the kernels that need it.
+The planner uses the same width, and imports no torch.
 """
 
 from __future__ import annotations

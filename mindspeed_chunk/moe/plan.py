@@ -1,6 +1,6 @@
-"""The plan of one layer call: who sends how many rows to whom, for all chunks, from one gather and one host copy.
+"""The plan of one layer call: how many rows each rank sends to each, for all chunks, from one gather and one host copy.
 
-T tokens here, K experts a token, N chunks, E experts, L = E / ep experts here, ep ranks.
+T tokens here, K experts per token, N chunks, E experts, L = E / ep experts here, ep ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspeed_chunk.device import HostCopy
 from mindspeed_chunk.dist import all_gather, all_reduce_max, group_rank, group_size
 from mindspeed_chunk.ops.groups import Groups
 
-# Columns beside the E experts: ids below 0, ids of E and above, and padded tokens.
+# Columns in addition to the E experts: ids below 0, ids of E and above, and padded tokens.
 _EXTRA_COLUMNS = 3
 
 
@@ -26,9 +26,9 @@ class ChunkPlan:
 
     Attributes:
         tokens: the chunk's slice of this rank's tokens.
-        send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine brings them back.
+        send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine returns them.
         recv_splits: rows from each rank, `[ep]`.
-        most: the most rows that any rank of the group sends to another one.
+        most: the largest number of rows that any rank of the group sends to another one.
         groups: rows by source rank and local expert, `[ep][L]`.
     """
 
@@ -51,8 +51,8 @@ class ChunkPlan:
 class Cut:
     """How the tokens of a call are cut into contiguous chunks.
 
-    Without a size they are equal up to one token, and each is the union of the chunks of a cut into a multiple of their
-    number; with one, the last chunks may be short or empty.
+    Without a chunk size, their sizes differ by at most one token, and each is a union of the chunks of a cut into a
+    multiple of their number. With a chunk size, the last chunks may be short or empty.
     """
 
     num_tokens: int
@@ -68,29 +68,29 @@ class Cut:
         return tuple(map(slice, starts[:-1], starts[1:]))
 
     def chunk_of(self, token_T: torch.Tensor) -> torch.Tensor:
-        """The chunk of each token, by divisions: nothing is read off the device, or copied to it."""
+        """The chunk of each token, computed by divisions: nothing is copied from or to the device."""
         if self.chunk_size:
             return token_T // self.chunk_size
         return token_T * self.num_chunks // max(1, self.num_tokens)
 
 
 def agree_num_chunks(num_tokens: int, chunk_size: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
-    """Chunks that the rank with the most tokens needs: one tiny all-reduce and one host copy."""
+    """The number of chunks for the rank with the most tokens: one very small all-reduce and one host copy."""
     needed = max(1, -(-num_tokens // chunk_size))
     if group_size(group) == 1:
         return needed
-    wanted = torch.full((1,), needed, dtype=torch.int64, device=device)  # no copy from the host, which would wait
+    wanted = torch.full((1,), needed, dtype=torch.int64, device=device)  # not a copy from the host, which would wait
     return int(HostCopy(all_reduce_max(wanted, group, "num_chunks"), "num_chunks").wait().item())
 
 
 def route(index_TK: torch.Tensor, num_experts: int, pad_T: torch.Tensor | None) -> torch.Tensor:
-    """Expert ids as the permutation and the counts use them, `[T, K]` int64.
+    """Expert ids for the permutation and the counts, `[T, K]` int64.
 
-    Ids out of range become -1 or E, to be refused when the plan is read; a padded token gets the sentinel E + 1, which
-    sorts behind every expert and is not sent.
+    Ids out of range become -1 or E, and are refused when the plan is read. A padded token gets the sentinel E + 1,
+    which is sorted after every expert and is not sent.
 
     Args:
-        pad_T: True where a token is padding, or None.
+        pad_T: True for padding tokens, or None.
     """
     route_TK = index_TK.to(torch.int64).clamp(-1, num_experts)
     return route_TK if pad_T is None else route_TK.masked_fill(pad_T[:, None], num_experts + 1)
@@ -102,17 +102,17 @@ def num_counts(num_chunks: int, num_experts: int) -> int:
 
 
 def count_keys(route_TK: torch.Tensor, cut: Cut, num_experts: int) -> torch.Tensor:
-    """Which of the `num_counts` counts each (token, k) pair belongs to, `[T, K]`."""
+    """The index, among the `num_counts` counts, of each (token, k) pair, `[T, K]`."""
     chunk_T = cut.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
 
 class Gather:
-    """The counts of all ranks, on their way; `read()` waits for them, once.
+    """The gather of all ranks' counts; `read()` waits for it, once.
 
-    The row each rank contributes is `[N * (E + 3) + 2]` int64: the counts of every chunk, how often the router changed
-    its mind on recomputes since the last call, and a word that stands for the rank's settings (see `dispatcher.py`),
-    negative for a rank that was called with invalid arguments.
+    Each rank contributes a row of `[N * (E + 3) + 2]` int64: the counts of every chunk, the number of router choices
+    that recomputes changed since the last call, and a word. The word is a checksum of the rank's settings (see
+    `dispatcher.py`), or negative for a rank with invalid arguments.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class Gather:
         """Launch it.
 
         Args:
-            counts: of the keys of `count_keys`, int64 `[num_counts]`.
+            counts: how often each key of `count_keys` occurs, int64 `[num_counts]`.
             rerouted: see `replay.reroute`; int64 `[1]`.
             on_disagreement: called on every rank when the words differ or one is negative; must raise.
-            on_rerouted: called on every rank when some rank's `rerouted` is not 0, with each of those, by rank.
+            on_rerouted: called on every rank if some rank's `rerouted` is not 0, with these numbers by rank.
         """
         self._num_experts, self._group = num_experts, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
-        # kept until the gather has been waited for: it reads the row meanwhile
+        # kept until the wait for the gather, which reads the row
         self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
         self._gathered, self._work = all_gather(self._row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
@@ -147,7 +147,7 @@ class Gather:
             ValueError: on every rank, if a rank's settings differ or an expert id is out of range.
         """
         gathered = self._copy.wait()
-        self._work.wait()  # for the device, which reads some of it too
+        self._work.wait()  # for the device, which also reads some of it
         words = gathered[:, -1].tolist()
         if len(set(words)) > 1 or words[0] < 0:
             self._on_disagreement()
@@ -167,24 +167,24 @@ class Gather:
 
 
 class Counts(NamedTuple):
-    """Rows by source rank, chunk and expert: on the host of all E experts, on the device of the L here."""
+    """Rows by source rank, chunk and expert: on the host for all E experts, on the device for the L here."""
 
     all_RNE: torch.Tensor
     here_RNL: torch.Tensor
 
     def merged(self, num_chunks: int) -> Counts:
-        """Of `num_chunks` chunks, each a run of neighbours of these."""
+        """The counts of `num_chunks` chunks, each a run of consecutive ones of these."""
         return Counts(*(counts.unflatten(1, (num_chunks, -1)).sum(2) for counts in self))
 
 
 def merged(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
-    """The slices of `num_chunks` chunks, each a run of neighbours of these."""
+    """The slices of `num_chunks` chunks, each a run of consecutive ones of these."""
     run = len(tokens) // num_chunks
     return tuple(slice(tokens[c].start, tokens[c + run - 1].stop) for c in range(0, len(tokens), run))
 
 
 def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[ChunkPlan, ...]:
-    """What the counts mean for this rank, chunk by chunk."""
+    """This rank's plan for each chunk, from the counts."""
     ep, _, num_experts = counts.all_RNE.shape
     local = num_experts // ep
     here_NRL = counts.all_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
@@ -205,10 +205,10 @@ def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[C
 
 
 class PendingPlan:
-    """The plan of every chunk, made when it is first needed.
+    """The plan of every chunk, made on first use.
 
     Args:
-        read: the counts, asked for once.
+        read: returns the counts; called once.
         tokens: each chunk's slice of this rank's tokens.
     """
 
@@ -218,8 +218,8 @@ class PendingPlan:
         self._chunks: tuple[ChunkPlan, ...] = ()
 
     def wait(self) -> tuple[ChunkPlan, ...]:
-        """Raises what `read` does."""
+        """Raises the errors of `read`."""
         if self._read is not None:
             self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group))
-            self._read = None  # with the gather's tensors
+            self._read = None  # frees the gather's tensors
         return self._chunks

@@ -1,7 +1,7 @@
-"""Who reads a tensor: whether the operations that come after may keep something of its values for the backward.
+"""Finds out who reads a tensor: whether later operations may keep some of its values for the backward.
 
-It sees what goes through torch's dispatcher. A hand-written kernel, or a Function that saves its input and makes a view
-of it, is not seen.
+It sees operations that go through torch's dispatcher. It does not see a hand-written kernel, or a Function that saves
+its input and makes a view of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations whose derivatives need none of the values that go in.
+# Operations whose derivatives do not need the input values.
 _KEEP_NOTHING = frozenset(
     """
     add add_ sub sub_ rsub neg clone copy copy_ to _to_copy detach alias lift_fresh
@@ -25,11 +25,11 @@ _KEEP_NOTHING = frozenset(
 
 
 class Readers(TorchDispatchMode):
-    """Follows tensors through what is done with them while this is active.
+    """Follows tensors through the operations that use them while this is active.
 
     Attributes:
-        read: the labels of tensors whose values an operation took that may keep them; an operation that is not known
-            to keep nothing counts.
+        read: the labels of tensors that were an input of an operation that may keep values; every operation counts,
+            except those that are known to keep none.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Readers(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         labels = set().union(*map(self._of, leaves))
         if any(isinstance(leaf, torch.Tensor) and not _has_storage(leaf) for leaf in leaves):
-            self.read |= self._all  # a subclass (DTensor) may wrap any of them, and what it does inside is not seen
+            self.read |= self._all  # a subclass (DTensor) may wrap any of them, and its inner operations are not seen
         result = func(*args, **(kwargs or {}))
         if labels:
             name = func._overloadpacket.__name__

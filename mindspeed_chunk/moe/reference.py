@@ -1,6 +1,6 @@
-"""Chunk MoE the slow way, to be read: no exchange, no permutation, no chunks. Every fast path is tested against it.
+"""Chunk MoE in slow and readable code, without exchange, permutation and chunks. Tests compare every fast path with it.
 
-T tokens, H hidden, K experts a token, E experts (all of them), F what fc1 puts out (2I), I expert intermediate.
+T tokens, H hidden, K experts per token, E experts (all of them), F output columns of fc1 (2I), I expert intermediate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["moe_reference"]
 
 
 def swiglu(fc1_RF: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
-    """silu(gate) * up; with a positive limit, gate is clamped from above and up on both sides first."""
+    """silu(gate) * up; with a positive limit, gate is first clamped from above and up on both sides."""
     gate_RI, up_RI = fc1_RF.chunk(2, dim=-1)
     if limit > 0:
         gate_RI, up_RI = gate_RI.clamp(max=limit), up_RI.clamp(-limit, limit)
@@ -33,8 +33,8 @@ def moe_reference(
 ) -> torch.Tensor:
     """out[t] = sum_k weight[t, k] * expert_{index[t, k]}(x[t]), and out[t] = x[t] where a token is padding.
 
-    Differentiable by autograd in every floating-point argument. With experts spread over ranks, each rank's output is
-    this function of its own tokens and all experts; an expert's gradient is the sum over the ranks.
+    Differentiable by autograd in every floating-point argument. If experts are spread over ranks, each rank's output is
+    this function of the rank's tokens and all experts; an expert's gradient is the sum over the ranks.
 
     Args:
         x_TH: hidden states, of the weights' dtype.
@@ -44,10 +44,10 @@ def moe_reference(
         pad_T: booleans, true for padding.
 
     Returns:
-        `[T, H]` in the dtype of `weight_TK`, of `x_TH` where `pad_T` is given.
+        `[T, H]` in the dtype of `weight_TK`, or of `x_TH` if `pad_T` is given.
     """
     out_TH = torch.zeros_like(x_TH, dtype=weight_TK.dtype)
-    # every expert and every k, so that each expert's weights have a gradient, zero where no token came
+    # every expert and every k, so that each expert's weights have a gradient, which is zero without tokens
     for expert in range(fc1_EHF.shape[0]):
         for k in range(index_TK.shape[1]):
             chosen = index_TK[:, k] == expert

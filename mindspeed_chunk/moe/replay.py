@@ -1,16 +1,16 @@
-"""A recompute runs with the routes and the plan of the forward it repeats.
+"""A recompute uses the routes and the plan of the forward that it repeats.
 
-Near ties in a router may fall the other way when it runs again; row counts would then differ from what the backward's
-saved tensors and the other ranks expect. So the layer calls under one checkpoint write what they decided on a tape that
-belongs to that checkpoint call alone, and the recompute reads it from the start: no second gather, no second host copy.
+When a router runs again, near ties may be decided differently. Row counts would then not match the saved tensors of the
+backward, and the other ranks. So the layer calls under one checkpoint write their decisions on a tape that belongs to
+that checkpoint call alone. The recompute reads the tape from the start: no second gather, no second host copy.
 
     checkpoint(block, x, use_reentrant=False, context_fn=replay_contexts)
     checkpoint(replayed(block), x, use_reentrant=True)
 
-On demand the tape also says whose output is read before the block ends (`readers.py`): a recompute may leave the others
-out.
+If requested, the tape also records whose output is read before the block ends (`readers.py`): a recompute may leave out
+the others.
 
-T tokens here, K experts a token.
+T tokens here, K experts per token.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mindspeed_chunk.moe.readers import Readers
 
 __all__ = ["replay_beside", "replay_contexts", "replayed"]
 
-# What `torch.utils.checkpoint` takes as `context_fn`: makes a context for the forward, and one for its recomputes.
+# The type of `context_fn` of `torch.utils.checkpoint`: makes a context for the forward and one for its recomputes.
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 Result = TypeVar("Result")
 
 
 @dataclass
 class _Tape:
-    """What the layer calls under one checkpoint call decided, and whose output was read, by number; None: unknown."""
+    """The decisions of the layer calls under one checkpoint call, and whose outputs were read (None: unknown)."""
 
     entries: list[Any] = field(default_factory=list)
     read: frozenset[int] | None = None
@@ -43,14 +43,14 @@ class _Tape:
 
 @dataclass
 class Recalled:
-    """What a layer call decided in the forward, and whether this recompute of it must give an output."""
+    """The decision of a layer call in the forward, and whether its recompute must give an output."""
 
     entry: Any
     output_needed: bool
 
 
 class _Context:
-    """Makes a tape the current one, in the thread that runs the layers: that of a recompute may be another."""
+    """Makes a tape the current one in the thread that runs the layers. A recompute may run in another thread."""
 
     current: ContextVar[_Context | None] = ContextVar("tape", default=None)
 
@@ -62,7 +62,7 @@ class _Context:
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
-        # entered once a recompute: from the start again, also after one that ended early
+        # entered once per recompute: starts again, also after one that ended early
         self.position = 0
         if not self.replaying:
             self.tape.entries.clear()
@@ -90,7 +90,7 @@ class _Context:
 def _around() -> Iterator[_Context]:
     """The contexts around this point, from the inside out.
 
-    torch 2.7 leaves that of a forward that has failed only when its frame is collected, perhaps inside of another one.
+    torch 2.7 leaves the context of a failed forward only when its frame is collected, perhaps inside another one.
     """
     context = _Context.current.get()
     while context is not None:
@@ -106,7 +106,7 @@ def replay_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Both:
-    """Two contexts as one, the second inside of the first; entered as often as they can be."""
+    """Two contexts as one, the second inside the first. It can be entered as often as they can."""
 
     def __init__(self, *contexts: AbstractContextManager) -> None:
         self._contexts = contexts
@@ -123,9 +123,9 @@ class _Both:
 
 
 def replay_beside(context_fn: Contexts) -> Contexts:
-    """`replay_contexts` for a checkpoint that has a `context_fn` already: both work.
+    """`replay_contexts` for a checkpoint that already has a `context_fn`: both are active.
 
-    Ours stand inside: what they enter while the layers run is left first.
+    Ours are inside: contexts that they enter while the layers run are left first.
     """
 
     def contexts() -> tuple[_Both, _Both]:
@@ -136,10 +136,10 @@ def replay_beside(context_fn: Contexts) -> Contexts:
 
 
 def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function as a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`, must get it.
+    """Wraps a function for a reentrant `torch.utils.checkpoint.checkpoint`, which takes no `context_fn`.
 
-    Belongs to one checkpoint call: its first call is the forward, all others are recomputes. Raises RuntimeError where
-    another one is not.
+    The result belongs to one checkpoint call: its first call is the forward, all others are recomputes. Raises
+    RuntimeError if another call is not a recompute.
     """
     tape = _Tape()
     forward = _Context(tape, replaying=False, reentrant=torch.is_grad_enabled())
@@ -150,7 +150,7 @@ def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
         nonlocal called
         if called and not _in_backward():
             raise RuntimeError(
-                "what `replayed` has made belongs to one checkpoint call, and was called in another forward: write "
+                "the result of `replayed` belongs to one checkpoint call, but was called in another forward: write "
                 "checkpoint(replayed(block), ...) where the checkpoint is called; see docs/api.md"
             )
         context, called = recompute if called else forward, True
@@ -161,7 +161,7 @@ def replayed(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _in_backward() -> bool:
-    """Whether a backward runs in this thread: torch's own checkpoint asks for its number, too, which is -1 for none."""
+    """Whether a backward runs in this thread: its number is -1 if none does; torch's own checkpoint uses it, too."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -171,19 +171,19 @@ def backward_follows() -> bool:
 
 
 def refuse_unreplayed() -> None:
-    """Raise RuntimeError if this is a recompute that has no tape, in which routes may change without a word."""
+    """Raise RuntimeError if this is a recompute without a tape: its routes may change without an error."""
     if torch.is_grad_enabled() and _in_backward():
         raise RuntimeError(
-            "an MoE layer is recomputed by a checkpoint that does not replay the routes of its forward, so that "
+            "an MoE layer is recomputed by a checkpoint that does not replay the routes of its forward, so "
             "gradients may be wrong: pass context_fn=mindspeed_chunk.moe.replay.replay_contexts to torch's checkpoint, "
             "or with use_reentrant=True give it replayed(function); see docs/api.md"
         )
 
 
 def recall() -> Recalled | None:
-    """What this layer call wrote down in the forward, if this is a recompute of it.
+    """The decision of this layer call in the forward, if this is a recompute of it.
 
-    A checkpoint inside of the recomputed block gets it for its own recompute.
+    A checkpoint inside the recomputed block gets it for its own recompute.
     """
     inside = []
     for context in _around():
@@ -205,28 +205,28 @@ def write_down(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
 
     Args:
         out: the layer's output.
-        follow: see who reads it until the block ends.
+        follow: record whether it is read until the block ends.
     """
     around = [context for context in _around() if not context.replaying]
-    for context in reversed(around):  # the watchers are a stack, which the outermost enters first
+    for context in reversed(around):  # the dispatch modes are a stack; the outermost context enters first
         context.write_down(entry, out, follow=follow)
 
 
 def reroute(route_TK: torch.Tensor, kept_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of `kept_TK` in the places that `route_TK` has them in.
+    """The experts of `kept_TK`, in the positions in which `route_TK` has them.
 
-    Router weights stand in the order of `route_TK`, so an expert that both have keeps its own weight there; one that
-    only the forward chose takes the place, and with it the weight, of one that only the recompute chose.
+    Router weights are in the order of `route_TK`. So an expert that both have keeps its weight. An expert that only the
+    forward chose gets the position, and so the weight, of one that only the recompute chose.
 
     Returns:
         The routes `[T, K]`, and how many (token, expert) pairs of the recompute were not the forward's, int64 `[1]`.
     """
     same_TKK = route_TK[:, :, None] == kept_TK[:, None, :]
     new_TK, lost_TK = ~same_TKK.any(2), ~same_TKK.any(1)
-    # stable sorts put what both have first, so the rests stand behind each other in the same places
+    # stable sorts put the common experts first, so the others are in the same positions after them
     at_TK, from_TK = (mask_TK.to(torch.uint8).argsort(dim=1, stable=True) for mask_TK in (new_TK, lost_TK))
     moved_TK = torch.where(new_TK.gather(1, at_TK), kept_TK.gather(1, from_TK), route_TK.gather(1, at_TK))
     moved_TK = torch.empty_like(route_TK).scatter_(1, at_TK, moved_TK)
-    # a token that was sent to one expert twice has no such places
+    # a token that was sent to one expert twice has no such positions
     fits_T = (moved_TK.sort(1).values == kept_TK.sort(1).values).all(1, keepdim=True)
     return torch.where(fits_T, moved_TK, kept_TK), new_TK.sum().view(1)

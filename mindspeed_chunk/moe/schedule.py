@@ -1,4 +1,4 @@
-"""Schedules of a chunked MoE layer, as data: build, print, parse, validate, simulate. No tensor in here.
+"""Schedules of a chunked MoE layer, as data: build, print, parse, validate, simulate. This module uses no tensors.
 
 A schedule is a tuple of actions, run from left to right by one rank's compute queue. Per chunk c:
 
@@ -6,10 +6,10 @@ A schedule is a tuple of actions, run from left to right by one rank's compute q
     Dc  dispatch: launch the all-to-all towards the experts
     Ec  experts: wait for Dc, then the expert FFN (in the backward: the gradient of its input)
     Cc  combine: launch the all-to-all back
-    Wc  the experts' weight gradients (backward only; needs nothing from the wire, so it hides Cc)
+    Wc  the experts' weight gradients (backward only; does not depend on communication, so it hides Cc)
     Uc  unpermute: wait for Cc, then rows back into token order
 
-The text form reads back: "P0 D0 P1 D1 E0 C0 ...". The executor runs the same actions and profiler ranges carry the
+The text form "P0 D0 P1 D1 E0 C0 ..." can be parsed. The executor runs the same actions, and profiler ranges have the
 same names.
 """
 
@@ -24,11 +24,11 @@ from mindspeed_chunk.config import SCHEDULES
 __all__ = ["Action", "Span", "Timeline", "build", "parse", "render", "simulate", "validate"]
 
 KINDS = "PDECWU"
-_ROUNDING = 1e-12  # of a sum of times, relative
+_ROUNDING = 1e-12  # relative error of a sum of times
 
 
 class Action(NamedTuple):
-    """One step on one chunk, which is counted from 0. `kind` is one of `KINDS`."""
+    """One step on one chunk. Chunks are counted from 0; `kind` is one of `KINDS`."""
 
     kind: str
     chunk: int
@@ -44,9 +44,9 @@ Schedule = tuple[Action, ...]
 def build(name: str, num_chunks: int, *, lookahead: int = 1, backward: bool = False, drop: str = "") -> Schedule:
     """The schedule `name` for `num_chunks` chunks.
 
-    * "rolling": chunk c + lookahead is dispatched before the experts of chunk c run, through to the end. With 1, only
-      the first dispatch and the last combine have nothing to hide behind, three chunks own buffers at most, and each
-      one more ahead is one more that does. With 0, nothing is dispatched ahead: a combine alone is hidden.
+    * "rolling": chunk c + lookahead is dispatched before the experts of chunk c run. With a lookahead of 1, nothing
+      hides the first dispatch and the last combine, and at most three chunks own buffers. Each additional chunk ahead
+      is one more that owns buffers. With 0, no chunk is dispatched ahead, and only combines are hidden.
     * "pair": two chunks overlap with each other, then the next two; nothing overlaps across pairs.
 
     Args:
@@ -72,8 +72,8 @@ def _rolling(num_chunks: int, lookahead: int, backward: bool) -> Iterable[str]:
         if c < 0:
             continue
         yield f"E{c}"
-        # the previous chunk's rows are back by now; in the backward, where the operands of W are held beside them, they
-        # go before this chunk's combine takes room
+        # the previous chunk's rows have arrived by now; in the backward, which also holds the operands of W, they are
+        # freed before this chunk's combine needs memory
         before = [f"U{c - 1}"] if c > 0 else []
         yield from (*before, f"C{c}", f"W{c}") if backward else (f"C{c}", *before)
     yield f"U{num_chunks - 1}"
@@ -90,17 +90,17 @@ def _pair(num_chunks: int, lookahead: int, backward: bool) -> Iterable[str]:
         yield from (f"U{c}" for c in chunks)
 
 
-# The actions of each of SCHEDULES, as text. W may stand in a forward, too: `build` leaves it out there.
+# The actions of each of SCHEDULES, as text. W may also be in a forward: `build` removes it there.
 _BUILDERS: dict[str, Callable[[int, int, bool], Iterable[str]]] = {"rolling": _rolling, "pair": _pair}
 
 
 def after_first_dispatch(schedule: Schedule) -> int:
-    """How many actions come before the first thing to wait for: what opens a call."""
+    """The number of actions up to the first launch: these open a call."""
     return next((i + 1 for i, action in enumerate(schedule) if action.kind == "D"), len(schedule))
 
 
 def before_last_unpermutes(schedule: Schedule) -> int:
-    """How many actions there are before those that only wait for the last combines: what is left closes a call."""
+    """The number of actions before those that only wait for the last combines: the rest closes a call."""
     return max((i + 1 for i, action in enumerate(schedule) if action.kind != "U"), default=0)
 
 
@@ -155,14 +155,14 @@ def validate(schedule: Schedule, *, max_in_flight: int = 2, max_owners: int = 3)
     """Check that a schedule can run and stays within its memory.
 
     Raises:
-        ValueError: if an action stands twice, chunks are not numbered from 0, chunks differ in their actions, an
-            action stands before one it needs (P, D, E, then C and W, C before U), the all-to-alls of a kind are not in
+        ValueError: if an action occurs twice, chunks are not numbered from 0, chunks differ in their actions, an
+            action is before one that it needs (P, D, E, then C and W, C before U), the all-to-alls of a kind are not in
             chunk order, or more than `max_in_flight` chunks are between D and C or more than `max_owners` own buffers.
     """
     where = {action: position for position, action in enumerate(schedule)}
     if len(where) != len(schedule):
         twice = next(action for position, action in enumerate(schedule) if where[action] != position)
-        raise ValueError(f"{twice} stands twice")
+        raise ValueError(f"{twice} occurs twice")
     chunks = sorted({action.chunk for action in schedule})
     if not chunks or chunks != list(range(len(chunks))):
         raise ValueError(f"chunks must be numbered from 0 without gaps, got {chunks}")
@@ -174,7 +174,7 @@ def validate(schedule: Schedule, *, max_in_flight: int = 2, max_owners: int = 3)
         if {before, after} <= kinds:
             for chunk in chunks:
                 if where[Action(before, chunk)] > where[Action(after, chunk)]:
-                    raise ValueError(f"{after}{chunk} stands before {before}{chunk}")
+                    raise ValueError(f"{after}{chunk} is before {before}{chunk}")
     for kind in "DC":
         order = [action.chunk for action in schedule if action.kind == kind]
         if order != sorted(order):
@@ -182,14 +182,14 @@ def validate(schedule: Schedule, *, max_in_flight: int = 2, max_owners: int = 3)
     for position, (in_flight, owners) in enumerate(residency(schedule)):
         if in_flight > max_in_flight:
             raise ValueError(
-                f"after {schedule[position]}, {in_flight} chunks are between D and C, over {max_in_flight}"
+                f"after {schedule[position]}, {in_flight} chunks are between D and C, expected at most {max_in_flight}"
             )
         if owners > max_owners:
-            raise ValueError(f"after {schedule[position]}, {owners} chunks own buffers, over {max_owners}")
+            raise ValueError(f"after {schedule[position]}, {owners} chunks own buffers, expected at most {max_owners}")
 
 
 class Span(NamedTuple):
-    """When an action ran, in the unit of the costs. For D and C: when its rows were on the wire."""
+    """When an action ran, in the unit of the costs. For D and C: when its rows were sent."""
 
     action: Action
     start: float
@@ -197,7 +197,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What a simulated schedule did: spans in order of start, and the end of the last one."""
+    """The result of a simulation: spans in order of start, and the end of the last one."""
 
     spans: tuple[Span, ...]
     total: float
@@ -212,21 +212,21 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Time in which the compute queue stood still for the wire."""
+        """Time in which the compute queue waited for communication."""
         exposed = self.total - self._sum("PEWU")
         return exposed if exposed > _ROUNDING * self.total else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """Share of the communication that ran behind computation; 1 where there is none."""
+        """Share of the communication that ran during computation; 1 if there is no communication."""
         return 1 - self.exposed / self.communication if self.communication else 1.0
 
 
 def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> Timeline:
-    """Run a schedule against costs, with one compute queue and one communication queue, both first in, first out.
+    """Run a schedule with costs, with one compute queue and one communication queue, both first in, first out.
 
-    An all-to-all starts when its launch is reached and the wire is free; a launch itself costs nothing. E waits for its
-    D and U for its C. `cost` is in any unit; that of D and C is the time of their rows on the wire.
+    An all-to-all starts when its launch is reached and the communication queue is free; a launch itself costs nothing.
+    E waits for its D and U for its C. `cost` is in any unit; for D and C it is the time to send their rows.
     """
     compute = wire = 0.0
     arrival: dict[Action, float] = {}

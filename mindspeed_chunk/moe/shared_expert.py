@@ -1,7 +1,7 @@
-"""Qwen3.5's MoE block with its shared expert where it hides something: between the routed tokens' two nodes.
+"""Qwen3.5's MoE block with its shared expert where it hides communication: between the two nodes of the layer call.
 
-As transformers and MindSpeed-MM write it, the block computes the shared expert before its router. The sum is the same;
-the order in which gradients of the block's input are added up is not.
+In transformers and MindSpeed-MM, the block computes the shared expert before its router. The sum is the same, but the
+order in which gradients of the block's input are added is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 
 _CHILDREN = {"gate", "experts", "shared_expert", "shared_expert_gate"}
-# all that the forward of such a block names beside its variables, in its order, in every version that is known
+# all names in the forward of such a block except its variables, in their order, in every known version
 _NAMES = tuple("shape view shared_expert gate experts F sigmoid shared_expert_gate reshape".split())
 _PATH = "parallel.ep_plan.chunk_moe_overlap_shared_expert"
 
@@ -27,7 +27,7 @@ def overlap_shared_expert(model: nn.Module) -> None:
     """Give every MoE block of `model` that has a shared expert a forward that overlaps it.
 
     Raises:
-        ConfigError: if there is no such block, or one computes something else than `_forward` does.
+        ConfigError: if there is no such block, or if one computes something other than `_forward`.
     """
     blocks = {name: block for name, block in model.named_modules() if _CHILDREN <= dict(block.named_children()).keys()}
     if not blocks:

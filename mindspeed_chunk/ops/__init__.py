@@ -1,7 +1,7 @@
-"""The kernels of a chunked MoE layer, one module a back end, and the choice between them.
+"""The kernels of a chunked MoE layer, one module per back end, and the choice between them.
 
-A back end is a module with the functions of `BackEnd` (`cpu.py` says what each takes and returns).
-What `permute` returns as the order of the rows is the back end's own: it goes back to the same back end, nowhere else.
+A back end is a module with the functions of `BackEnd` (`cpu.py` documents their arguments and results). The order of
+the rows that `permute` returns has a format of the back end. Only the same back end may read it.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def resolve(name: str, device: torch.device) -> BackEnd:
     """The back end called `name`, or with "auto" the one for `device`; an automatic choice is logged once.
 
     Raises:
-        ValueError: for a name that is none, a device without a back end, or a back end for another device or, of npu,
-            without torch_npu.
+        ValueError: for an unknown name, a device without a back end, a back end for another device, or npu without
+            torch_npu.
     """
     if name not in BACKENDS:
         raise ValueError(f"chunk_moe_backend: {name!r}: must be one of {', '.join(BACKENDS)}")
     chosen = device.type if name == "auto" else name
     if chosen not in BACK_ENDS:
         raise ValueError(
-            f"chunk_moe_backend: {name!r}: must fit a device, and {chosen} is none of {', '.join(BACK_ENDS)}; "
+            f"chunk_moe_backend: {name!r}: must match the device, but {chosen} is not one of {', '.join(BACK_ENDS)}; "
             "run the model on one of these"
         )
     if chosen != device.type:

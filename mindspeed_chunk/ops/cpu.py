@@ -1,7 +1,7 @@
-"""The CPU back end: plain torch, one `mm` an expert, every operation with its backward as a plain function.
+"""The CPU back end: plain torch, one `mm` per expert, every operation with its backward as a plain function.
 
-R rows routed, T tokens, K experts a token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here.
-`Groups` are read on the host, and every row that is only moved is moved bit for bit.
+R rows routed, T tokens, K experts per token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here.
+`Groups` are read on the host. A row that is only moved stays bit-equal.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int)
 
 
 def rows_of(value_TK: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
-    """One number a (token, k) pair, `[T, K]`, as one a row, `[T * K]`."""
+    """From one number per (token, k) pair, `[T, K]`, to one per row, `[T * K]`."""
     return value_TK.reshape(-1).index_select(0, order_R)
 
 
 def rows_of_backward(value_R: torch.Tensor, order_R: torch.Tensor, out_TK: torch.Tensor) -> None:
-    """The way back: one number a row, `[T * K]`, into the places of their pairs in `out_TK`, which is contiguous."""
+    """The reverse: one number per row, `[T * K]`, into the places of their pairs in `out_TK`, which is contiguous."""
     out_TK.view(-1)[order_R] = value_R
 
 
 def regroup(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """From (source, expert) order, as rows arrive, to (expert, source) order, as experts want them.
+    """From (source, expert) order, in which rows arrive, to (expert, source) order, which experts need.
 
-    Where the two are the same this is `rows_RH` itself. The rows may be numbers, `[R]`.
+    If the two orders are the same, this is `rows_RH` itself. The rows may be numbers, `[R]`.
     """
     return rows_RH if groups.in_one_order else _transposed(rows_RH, groups.counts)
 
 
 def regroup_backward(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The way back: from (expert, source) order to (source, expert) order."""
+    """The reverse: from (expert, source) order to (source, expert) order."""
     return rows_RH if groups.in_one_order else _transposed(rows_RH, list(zip(*groups.counts, strict=True)))
 
 
@@ -81,7 +81,7 @@ def _transposed(rows_RH: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch
 def grouped_mm(
     rows_RH: torch.Tensor, weight_LHF: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's rows times its weight: `[R, F]`, into `out` where one is given (its rows may be strided)."""
+    """Each expert's rows times its weight: `[R, F]`, into `out` if it is given (its rows may be strided)."""
     if out is None:
         out = rows_RH.new_empty((rows_RH.shape[0], weight_LHF.shape[2]))
     start = 0
@@ -97,7 +97,7 @@ def grouped_mm_back(
 ) -> torch.Tensor:
     """`grouped_mm`, then `regroup_backward`: the products `[R, F]` in (source, expert) order, ready to be sent back.
 
-    One expert's products at a time are in the other order, so there are never two buffers of all rows.
+    Only one expert's products at a time are in the other order, so there are never two buffers of all rows.
     """
     if groups.in_one_order:
         return grouped_mm(rows_RH, weight_LHF, groups, out)
@@ -132,7 +132,7 @@ def swiglu(fc1_RF: torch.Tensor, limit: float) -> torch.Tensor:
     """silu(gate) * up of `[R, 2I]` = (gate, up): `[R, I]`.
 
     Args:
-        limit: where positive, gate is clamped from above and up on both sides first, as MindSpeed-MM does.
+        limit: if positive, gate is first clamped from above and up on both sides, as in MindSpeed-MM.
     """
     gate_RI, up_RI = _gate_up(fc1_RF, limit)
     return F.silu(gate_RI).mul_(up_RI)
@@ -143,7 +143,7 @@ def swiglu_backward(grad_RI: torch.Tensor, fc1_RF: torch.Tensor, limit: float, *
 
     Args:
         grad_RI: the gradient of its output; overwritten.
-        reuse: `fc1_RF` is not needed any more: the gradient takes its place.
+        reuse: `fc1_RF` is not needed any more, and the gradient overwrites it.
     """
     gate_RI, up_RI = _gate_up(fc1_RF, limit)
     if limit > 0:
@@ -151,7 +151,7 @@ def swiglu_backward(grad_RI: torch.Tensor, fc1_RF: torch.Tensor, limit: float, *
         gate_clamped_RI, up_clamped_RI = raw_gate_RI > limit, raw_up_RI.abs() > limit
     grad_RF = fc1_RF if reuse else torch.empty_like(fc1_RF)
     grad_gate_RI, grad_up_RI = grad_RF.chunk(2, dim=-1)
-    # with as little beside the result as can be: up may be overwritten only when gate has had what it needs of it
+    # uses as little memory as possible: up may be overwritten only after gate has used it
     silu_RI = F.silu(gate_RI) if reuse else torch.ops.aten.silu.out(gate_RI, out=grad_up_RI)
     silu_RI.mul_(grad_RI)
     torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)

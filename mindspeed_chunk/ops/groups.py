@@ -1,4 +1,4 @@
-"""Which rows belong to which expert: what every grouped kernel is told."""
+"""Which rows belong to which expert: the input of every grouped kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows at the experts of one chunk, by source rank and local expert, where Python and where kernels read it.
+    """The rows at the experts of one chunk, by source rank and local expert, for Python and for kernels.
 
     Attributes:
         counts: rows `[S][L]`, S source ranks, L experts here.
@@ -23,7 +23,7 @@ class Groups:
 
     @classmethod
     def of(cls, counts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Groups:
-        """From figures on the host, which costs a copy to the device."""
+        """From figures on the host; costs a copy to the device."""
         on_device = torch.tensor(counts, dtype=torch.int64, device=device)
         return cls(tuple(map(tuple, counts)), on_device)
 
@@ -34,7 +34,7 @@ class Groups:
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
-        """Where the rows of each expert end, on the device: int32 `[L]`, made when first asked for."""
+        """Where the rows of each expert end, on the device: int32 `[L]`, made on first use."""
         return self.on_device.sum(0).cumsum(0, dtype=torch.int32)
 
     @functools.cached_property

@@ -1,11 +1,11 @@
-"""The NPU back end: torch_npu's aclnn kernels. What each function takes and returns is said in `cpu.py`.
+"""The NPU back end: torch_npu's aclnn kernels. `cpu.py` documents the arguments and results of each function.
 
-Kernels read `Groups` on the device. The figures on the host give sizes and decide which kernel fits, so nothing here
-waits for the device, and nothing is copied to it. Where no kernel fits, the CPU back end's plain torch runs, or an
-eager form of its own.
+Kernels read `Groups` on the device. The figures on the host give sizes and decide which kernel can be used, so nothing
+here waits for the device, and nothing is copied to it. If no kernel can be used, the CPU back end's plain torch runs,
+or an eager form in this module.
 
-R rows routed, T tokens, K experts a token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here, W
-columns of a row, whatever they are. The order of the rows is int32 `[T * K]`: the place of each (token, k) pair.
+R rows routed, T tokens, K experts per token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here, W
+columns of a row. The order of the rows is int32 `[T * K]`: the place of each (token, k) pair.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_REROUTED_WIDTH = 16383
 
 
 def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
-    # not bincount, which reads the smallest and the largest key on the host to learn the size of its result
+    # not bincount, which reads the smallest and the largest key on the host to get the size of its result
     counts = keys.new_zeros(num_bins, dtype=torch.int32)
     return counts.scatter_add_(0, keys.reshape(-1), counts.new_ones(1).expand(keys.numel())).to(torch.int64)
 
@@ -35,11 +35,11 @@ def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
 def permute(x_TH: torch.Tensor, route_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if route_TK.numel() == 0:
         return x_TH.new_empty((0, x_TH.shape[1])), route_TK.new_empty(0, dtype=torch.int32)
-    # an id below 0 is refused when the plan is read, which is later; the kernel may not see it
+    # an id below 0 is refused later, when the plan is read; the kernel must not see it
     route_TK = route_TK.to(torch.int64).clamp(min=0)
     needs = {
         f"at most {_MAX_PAIRS} rows": route_TK.numel() <= _MAX_PAIRS,
-        f"at most {_MAX_TOP_K} experts a token": route_TK.shape[1] <= _MAX_TOP_K,
+        f"at most {_MAX_TOP_K} experts per token": route_TK.shape[1] <= _MAX_TOP_K,
     }
     op = find("npu_moe_token_permute", x_TH.dtype, needs)
     if op is not None:
@@ -56,7 +56,7 @@ def permute_backward(grad_RH: torch.Tensor, order_R: torch.Tensor, top_k: int) -
     op = find("npu_moe_token_permute_grad", grad_RH.dtype)
     if op is None:
         return _by_token(grad_RH, order_R, top_k).sum(1)
-    # of the tokens and of their ids it takes the shape and the dtype, nothing else
+    # the op uses only shape and dtype of the tokens and of their ids
     return op(grad_RH[:num_tokens], grad_RH, order_R.view(-1, top_k), order_R)
 
 
@@ -71,7 +71,7 @@ def unpermute(rows_RH: torch.Tensor, order_R: torch.Tensor, weight_TK: torch.Ten
 
 
 def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
-    # sorted by their places, rows go where the forward put them; npu_moe_token_unpermute_grad would need the rows
+    # sorted by their places, rows go to where the forward put them; npu_moe_token_unpermute_grad would need the rows
     return permute(grad_TH, order_R.view(-1, top_k))[0]
 
 
@@ -95,12 +95,12 @@ def regroup_backward(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
 def grouped_mm(
     rows_RH: torch.Tensor, weight_LHF: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if len(rows_RH) == 0 or len(weight_LHF) == 1:  # one expert is one matmul, and no list of groups
+    if len(rows_RH) == 0 or len(weight_LHF) == 1:  # one expert is one matmul, without a list of groups
         return cpu.grouped_mm(rows_RH, weight_LHF, groups, out)
     op = find("npu_grouped_matmul", rows_RH.dtype, _matmul_needs(weight_LHF))
     if op is None:
         return cpu.grouped_mm(rows_RH, weight_LHF, groups, out)
-    if not weight_LHF.transpose(1, 2).is_contiguous():  # a transposed view is taken as it is, other strides are not
+    if not weight_LHF.transpose(1, 2).is_contiguous():  # the op accepts a transposed view, but no other strides
         weight_LHF = weight_LHF.contiguous()
     (product_RF,) = op(
         [rows_RH.contiguous()],
@@ -129,7 +129,7 @@ def grouped_mm_wgrad(rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Group
     if total_LHF.dtype == torch.float32 and rows_RH.dtype != torch.float32:
         op = find("npu_grouped_matmul_add_", rows_RH.dtype, needs)
         if op is not None:
-            # where the rows of each expert end, and not how many there are: what every version of the op reads
+            # where the rows of each expert end, not how many there are: every version of the op reads this
             ends_L = _rows_per_expert(groups).cumsum(0)
             op(total_LHF, rows_RH.contiguous(), grad_RF.contiguous(), ends_L, transpose_x=True)
             return
@@ -169,7 +169,7 @@ def _transposed(rows: torch.Tensor, groups: Groups, count_AB: torch.Tensor) -> t
     """From (a, b) order to (b, a) order; `[R, W]` or `[R]`.
 
     Args:
-        count_AB: rows of each (a, b), contiguous: the groups' own figures, or their transpose.
+        count_AB: rows of each (a, b), contiguous: the figures of `Groups`, or their transpose.
     """
     if len(rows) == 0:
         return rows
@@ -181,7 +181,7 @@ def _transposed(rows: torch.Tensor, groups: Groups, count_AB: torch.Tensor) -> t
         op = find("npu_moe_re_routing", rows.dtype, needs)
         if op is not None:
             return op(rows, count_AB)[0]
-    # by how much each group moves, looked up by the group of each row: repeat_interleave may read sizes on the host
+    # the distance by which each group moves, looked up per row; repeat_interleave may read sizes on the host
     size_BA = count_AB.t().reshape(-1)
     end_BA = size_BA.cumsum(0)
     start_AB = count_AB.reshape(-1).cumsum(0).view_as(count_AB) - count_AB
@@ -212,7 +212,7 @@ def _weight_grads(op: Callable, rows_RH: torch.Tensor, grad_RF: torch.Tensor, gr
         group_type=2,
         group_list_type=1,
     )
-    if 0 in groups.rows_per_expert:  # nothing says that the product of no rows is written
+    if 0 in groups.rows_per_expert:  # the documentation does not say that the product of no rows is written
         grad_LHF.masked_fill_((_rows_per_expert(groups) == 0)[:, None, None], 0)
     return grad_LHF
 

@@ -1,4 +1,4 @@
-"""What `npu.py` calls of torch_npu, for which dtypes, and what becomes of a call that no kernel is documented for."""
+"""The ops of torch_npu that `npu.py` calls, their dtypes, and what happens if no kernel is documented for a call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BF16 = (torch.bfloat16,)
 _HALF = (torch.bfloat16, torch.float16)
 _ALL = (torch.bfloat16, torch.float16, torch.float32)
 
-# With this op the documentation of others became wider. It cannot be told from the version, which follows torch's:
+# With this op the documentation of others became wider. The version does not show it, because it follows torch's:
 # 2.7.1 and its posts up to 6 lack it, 2.7.1.post11 and 2.13.0 have it.
 LATER = "npu_moe_token_permute_grad_v2"
 
-# The dtypes that the documentation names: without `LATER`, and with it. Gradient ops have none of their own, and take
-# what their forward takes.
+# The dtypes that the documentation names: without `LATER`, and with it. For gradient ops it names none; they support
+# the dtypes of their forward.
 OPS: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
     "npu_moe_token_permute": (_BF16, _ALL),
     "npu_moe_token_permute_grad": (_BF16, _ALL),
@@ -57,16 +57,16 @@ def require() -> None:
 
 
 def find(name: str, dtype: torch.dtype, needs: Mapping[str, bool] | None = None) -> Callable | None:
-    """The op `name`, or None where the caller has to do without: told in the log, once a reason.
+    """The op `name`, or None if the caller cannot use it; the log reports each reason once.
 
     Args:
         dtype: of the rows.
-        needs: what else the documentation asks for, in words, and whether it holds.
+        needs: other requirements of the documentation, in words, and whether they are met.
     """
     problem = _problem(name, dtype, needs or {})
     if problem is None:
         return getattr(torch.ops.npu, name)
-    say_once(logging.INFO, f"Chunk MoE: {problem}; where that is so, torch's own operations run")
+    say_once(logging.INFO, f"Chunk MoE: {problem}; torch's own operations run instead")
     return None
 
 

@@ -1,11 +1,11 @@
 """Bytes of a decoder block's activations under each recomputation policy, and the forward work a policy repeats.
 
-T tokens of one micro-chunk on this rank, H hidden, s bytes an element, L blocks. For blocks with fused attention
-kernels, which keep queries, keys, values and the output. What an MoE layer keeps is exact (`moe/costs/memory.py`); the
-rest is a count of the operands that each operation's gradient needs, in the manner of Korthikanti et al.
+T tokens of one micro-chunk on this rank, H hidden, s bytes per element, L blocks. For blocks with fused attention
+kernels, which keep queries, keys, values and the output. The bytes of an MoE layer are exact (`moe/costs/memory.py`);
+the rest is a count of the operands that each operation's gradient needs, by the method of Korthikanti et al.
 (arXiv:2205.05198).
 
-    none       L x block                            no forward work again
+    none       L x block                            no forward work is repeated
     selective  L x (block - attention core)         the attention core again: little work, much memory
     full       L x T H s + one block                the whole forward again: a third more work of the blocks
     sqrt       ceil(L / k) x T H s + k blocks, k = round(sqrt(L)): every k-th block's input is kept (Chen et al.,
@@ -31,7 +31,7 @@ class BlockBytes(NamedTuple):
     """Bytes that one block keeps for its backward, with nothing recomputed.
 
     Attributes:
-        core: of these, what its attention core keeps (queries, keys, values, output), the mean over the layers.
+        core: of these, the bytes of its attention core (queries, keys, values, output), the mean over the layers.
     """
 
     total: int
@@ -56,7 +56,7 @@ class Activations(NamedTuple):
 
 
 def block_bytes(model: ModelSize, tokens: int, element_size: int, expert: ExpertMemory, tp: int = 1) -> BlockBytes:
-    """The mean block of a model; TP splits everything but what is H wide."""
+    """The mean block of a model; TP splits everything except tensors of width H."""
     hidden, size = model.hidden_size, element_size
     full = model.num_full_attention / model.num_hidden_layers
     query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -64,11 +64,11 @@ def block_bytes(model: ModelSize, tokens: int, element_size: int, expert: Expert
     attention = (5 * query + 3 * key) * size + model.num_attention_heads * _FP32
     attention_core = (2 * query + 2 * key) * size + model.num_attention_heads * _FP32
     convolved, value = 2 * model.linear_key_width + model.linear_value_width, model.linear_value_width
-    # before and behind the convolution; queries and keys, normed and repeated to the value heads; gate, output, gated
+    # before and after the convolution; queries and keys, normed and repeated to the value heads; gate, output, gated
     # output; decay and rate of each head
     delta = (2 * convolved + 2 * value + 3 * value) * size + 2 * model.linear_num_value_heads * _FP32
     delta_core = (4 * value) * size + 2 * model.linear_num_value_heads * _FP32
-    # inputs of two norms and what they put out; the shared expert: two projections, their product, its output
+    # inputs and outputs of two norms; the shared expert: two projections, their product, its output
     shared = (4 * hidden + hidden) * size + 3 * model.shared_expert_intermediate_size * size / tp
     router = 2 * model.num_experts * _FP32
     core = full * attention_core + (1 - full) * delta_core
@@ -81,7 +81,7 @@ def activations(policy: str, block: BlockBytes, layers: int, core_share: float =
     """Bytes of `layers` blocks under one of `POLICIES`.
 
     Args:
-        core_share: of a block's forward work, what its attention core takes.
+        core_share: the share of the attention core in a block's forward work.
     """
     if policy == "none":
         return Activations(layers * block.total, 0, 0, 0.0)

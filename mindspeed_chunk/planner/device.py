@@ -1,7 +1,7 @@
-"""What a device can do: a small table with the public source of every number, or a file of the user's own.
+"""The rates of devices: a small table with the public source of every number, or the user's own file.
 
-Rates are peak rates, so times computed from them are lower bounds and their ratios are what to look at; a file with
-measured rates gives times to expect. A link's rate is that of one direction, out of one device.
+Rates are peak rates, so times computed from them are lower bounds: compare their ratios. A file with measured rates
+gives realistic times. A link's rate is that of one device in one direction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _hopper(name: str, memory: int, memory_rate: float, source: str) -> Device:
     )
 
 
-# 1.6 TB/s a die: its four memory stacks. Inside of a node the UB plane, between nodes the RDMA plane.
+# 1.6 TB/s per die: its four memory stacks. Inside a node the UB plane, between nodes the RDMA plane.
 _ASCEND_910C = Device(
     name="ascend-910c",
     memory=64 * GIGA,
@@ -52,7 +52,7 @@ _ASCEND_910C = Device(
 )
 DEVICES: dict[str, Device] = {
     "ascend-910c": _ASCEND_910C,
-    # all nodes inside of one supernode, which the UB plane spans at the rate it has inside of a node (same paper)
+    # all nodes are in one supernode, which the UB plane connects at the same rate as inside a node (same paper)
     "ascend-910c-supernode": dataclasses.replace(_ASCEND_910C, name="ascend-910c-supernode", inter=_ASCEND_910C.intra),
     "h100": _hopper("h100", 80, 3.35, _H100),
     "h200": _hopper("h200", 141, 4.8, _H200),
@@ -60,7 +60,7 @@ DEVICES: dict[str, Device] = {
 
 
 class _Number(NamedTuple):
-    """A number of a device file: its unit in those of a Device, and the least and the most that it may be."""
+    """A number of a device file: the factor to the unit of a Device, and its smallest and largest value."""
 
     unit: float
     least: float
@@ -74,7 +74,7 @@ class _Number(NamedTuple):
         return float(value) * self.unit
 
 
-# Keys of a device file. Limits are far from any device: a number beyond them is a mistake, or in another unit.
+# Keys of a device file. No device is near the limits: a number beyond them is a mistake, or in another unit.
 _MEMORY, _RATE, _FLOPS = _Number(GIGA, 0.001, 10**6), _Number(GIGA, 1e-6, 10**6), _Number(TERA, 1e-6, 10**6)
 _LATENCY, _BYTES, _SECONDS = _Number(MICRO, 0, 10**6), _Number(1, 1, 10**15), _Number(1, 1e-9, 10**6)
 _REQUIRED = {"memory_gb": _MEMORY, "memory_gb_per_s": _RATE, "intra_gb_per_s": _RATE, "inter_gb_per_s": _RATE}
@@ -95,13 +95,13 @@ def load_device(name: str) -> Device:
     """A device of the table, or the one in a yaml or json file.
 
     Raises:
-        ConfigError: naming the devices there are, or the key of the file that is wrong.
+        ConfigError: naming the known devices, or the wrong key of the file.
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     path = Path(name)
     if os.sep not in name and not os.path.lexists(path):
-        rule = f"no file, and no device of the table ({', '.join(DEVICES)})"
+        rule = f"neither a file nor a device of the table ({', '.join(DEVICES)})"
         raise ConfigError.about("--device", name, rule, "give one of the two")
     return _from_file(yaml_text.load(yaml_text.read(path), f"--device {path}").data, path)
 

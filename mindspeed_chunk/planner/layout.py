@@ -1,12 +1,12 @@
-"""How a world of ranks is split: TP x CP x DP x PP, and EP inside of CP x DP; the groups of each kind.
+"""The split of all ranks: TP x CP x DP x PP, and EP inside CP x DP; the groups of each kind.
 
 Ranks are numbered as in Megatron-LM, whose order is `tp-cp-ep-dp-pp` (`initialize_model_parallel` and
 `RankGenerator` in megatron/core/parallel_state.py, NVIDIA/Megatron-LM): the first name varies fastest, so
 
-    rank = tp + TP (cp + CP (dp + DP pp))                 everything but the experts
+    rank = tp + TP (cp + CP (dp + DP pp))                 everything except the experts
     rank = tp + TP (ep + EP (edp + EDP pp))               the experts, EDP = CP x DP / EP
 
-A group of a kind holds the ranks that differ in that coordinate alone. With TP = CP = PP = 1 this is the grid of
+The ranks of a group differ only in the coordinate of that kind. With TP = CP = PP = 1 this is the grid of
 MindSpeed-MM's FSDP2 back end: consecutive ranks share the experts, and everything else is sharded over all ranks.
 """
 
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     Attributes:
         tp, cp, dp, pp: tensor, context, data and pipeline parallelism; their product is the number of ranks.
-        ep: expert parallelism, inside of CP x DP.
+        ep: expert parallelism, inside CP x DP.
     """
 
     tp: int = 1
@@ -44,21 +44,21 @@ class Layout(NamedTuple):
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks with the same experts."""
         return self.cp * self.dp // self.ep
 
     def __str__(self) -> str:
         return " ".join(f"{kind.upper()}={size}" for kind, size in self._asdict().items() if size > 1) or "one rank"
 
     def size(self, kind: str) -> int:
-        """Ranks in a group of one of `KINDS`."""
+        """Number of ranks in a group of one of `KINDS`."""
         return self.cp * self.dp if kind == "dp_cp" else getattr(self, kind)
 
     def groups(self, kind: str) -> Groups:
         """All groups of one of `KINDS`; every rank is in exactly one of them.
 
         Raises:
-            ValueError: where the expert-parallel size does not divide CP x DP.
+            ValueError: if the expert-parallel size does not divide CP x DP.
         """
         stride, size = self._steps(kind)
         block = stride * size
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
         return tuple(tuple(range(first, first + block, stride)) for first in firsts)
 
     def span(self, kind: str, devices_per_node: int) -> Span:
-        """What `Span.of` says of `groups(kind)`, without a list of all ranks.
+        """The same as `Span.of` for `groups(kind)`, but without a list of all ranks.
 
         Raises:
             ValueError: as `groups` does.
@@ -89,11 +89,11 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _span(stride: int, size: int, world: int, devices_per_node: int) -> Span:
-    """Of the groups of `size` ranks, `stride` apart; blocks of stride x size ranks hold `stride` groups each."""
+    """The span of groups of `size` ranks with distance `stride`; a block of stride x size ranks has `stride` groups."""
     reach, block = stride * (size - 1), stride * size
     if stride >= devices_per_node:
         return Span(size, 1)
-    # a group has ranks on every node between its ends: the most where it begins as late on a node as any does
+    # a group has ranks on every node between its ends: the most if its first rank is as late on a node as possible
     starts = range(0, min(world, math.lcm(block, devices_per_node)), block)
     latest = max(min(start % devices_per_node + stride, devices_per_node) - 1 for start in starts)
     return Span(size, max(1, size // ((latest + reach) // devices_per_node + 1)))
@@ -109,9 +109,9 @@ def layouts(
     """All valid layouts of `world` ranks.
 
     Args:
-        heads: attention heads, which TP divides.
-        layers: which PP divides.
-        experts: which EP divides.
+        heads: number of attention heads; TP must divide it.
+        layers: PP must divide it.
+        experts: EP must divide it.
     """
     for tp in _divisors(world, heads):
         for cp in _divisors(world // tp):
@@ -123,7 +123,7 @@ def layouts(
 
 @functools.lru_cache(maxsize=4096)
 def _divisors(number: int, also: int | None = None) -> tuple[int, ...]:
-    """Of `number`, and of `also` where it is given."""
+    """Divisors of `number`, and of `also` if it is given."""
     number = math.gcd(number, also or number)
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return (*low, *(number // d for d in reversed(low) if d * d < number))

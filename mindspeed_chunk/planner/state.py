@@ -28,14 +28,14 @@ FSDP_MODULES = (
     "lm_head",
 )
 VISION = "model.visual"
-_ADAM_STEP = 4  # bytes: torch keeps the step count of every parameter as an fp32 tensor of its own
+_ADAM_STEP = 4  # bytes: torch keeps the step count of every parameter as a separate fp32 tensor
 
 
 class Sharding(NamedTuple):
     """How FSDP2 spreads a model.
 
     Attributes:
-        ranks: that the parameters are spread over.
+        ranks: the number of ranks that share the parameters.
         ep: expert-parallel size.
         modules: `fsdp_plan.apply_modules`; each match is a unit, gathered as one.
         expert_dim: along which an expert parameter is spread over the ranks with the same experts: 1 in MindSpeed-MM, 0
@@ -65,7 +65,7 @@ class Unit(NamedTuple):
     trained: bool
 
     def gathered(self) -> int:
-        """Elements that a gather moves, with what is added so that all ranks send the same."""
+        """Elements that a gather moves, with the padding that makes all ranks send the same."""
         return sum(_ceil(size, self.ranks) * self.ranks * rest for size, rest in self.pieces)
 
     def local(self, rank: int) -> int:
@@ -116,7 +116,7 @@ def _unit(name: str, found: Sequence[Parameter], sharding: Sharding) -> Unit:
 def state_bytes(model: ModelSize, sharding: Sharding, recipe: Recipe, rank: int = 0) -> StateBytes:
     """Bytes of one rank's shards: sum over its units of local elements x the recipe's bytes.
 
-    What is not trained has neither gradients nor optimizer state.
+    Parameters that are not trained have neither gradients nor optimizer state.
     """
     kept = trained = count = 0
     for unit in units(model, sharding):

@@ -1,4 +1,4 @@
 """The embedded trainer: MindSpeed-MM's yaml, a transformers model, FSDP2 and expert parallelism, on CPUs with gloo.
 
-A stand-in for MindSpeed-MM on machines without it: `torchrun -m mindspeed_chunk.standalone CONFIG.yaml`.
+It replaces MindSpeed-MM on machines without it: `torchrun -m mindspeed_chunk.standalone CONFIG.yaml`.
 """

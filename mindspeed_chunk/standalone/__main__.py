@@ -1,7 +1,7 @@
 """`torchrun -m mindspeed_chunk.standalone CONFIG.yaml [key.path=value ...]`; without torchrun, one rank.
 
-Everything that can be wrong with the input is found before the first collective, by every rank alike, so that no rank
-waits for another that has given up.
+All faults in the input are found before the first collective, in the same way by every rank. So no rank waits for a
+rank that has ended.
 """
 
 import argparse
@@ -17,9 +17,9 @@ GRACE_S = 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the yaml says. Returns the exit code: 0, or 2 after a user's error, told in one line."""
+    """Train as the yaml says. Returns the exit code: 0, or 2 after a user's error, reported in one line."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_chunk.standalone", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a yaml of MindSpeed-MM's")
+    parser.add_argument("config", metavar="CONFIG.yaml", help="a yaml of MindSpeed-MM")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="set a key, as in training.lr=1e-3")
     arguments = parser.parse_args(argv)
     try:
@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         _check_meeting()
         metrics = open_metrics(config) if rank == 0 else None
     except ConfigError as error:
-        # A machine's first rank tells it; the others, which see the same, are stopped by torchrun while they wait.
-        # A rank that fails alone tells it after the wait.
+        # A machine's first rank reports it; torchrun stops the others, which have the same error, while they wait. A
+        # rank that fails alone reports it after the wait.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(GRACE_S)
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ranks() -> tuple[int, int]:
-    """This process's rank, and how many there are, as torchrun tells them. Raises ConfigError."""
+    """This process's rank, and the number of ranks, as torchrun sets them. Raises ConfigError."""
     rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise _lacking("WORLD_SIZE")
@@ -73,20 +73,20 @@ def _ranks() -> tuple[int, int]:
         rule = f"must be below WORLD_SIZE, {size}"
         raise ConfigError.about("environment variable RANK", rank, rule, "start with torchrun")
     if "RANK" not in os.environ and size != 1:
-        rule = "is set, and RANK is not"
+        rule = "is set, but RANK is not"
         raise ConfigError.about("environment variable WORLD_SIZE", size, rule, "start with torchrun, or unset it")
     return rank, size
 
 
 def _check_meeting() -> None:
-    """Raises ConfigError where a rank is not told where the others are."""
+    """Raises ConfigError if a rank has no address of the others."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if "RANK" in os.environ and name not in os.environ:
             raise _lacking(name)
 
 
 def _lacking(name: str) -> ConfigError:
-    return ConfigError(f"environment variable {name}: is not set, and RANK is; start with torchrun")
+    return ConfigError(f"environment variable {name}: is not set, but RANK is; start with torchrun")
 
 
 if __name__ == "__main__":

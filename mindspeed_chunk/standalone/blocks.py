@@ -1,4 +1,4 @@
-"""What stands around a block of the model: recompute, offload, micro-chunks."""
+"""The wrappers of a block of the model: recompute, offload, micro-chunks."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from mindspeed_chunk.standalone.model import Modules
 
 
 def wrap_model(config: Config, modules: Modules, side_outputs: list[SideOutputs]) -> ActivationOffload:
-    """Wrap the blocks that `modules` names as the Config says. Returns the ActivationOffload, for its host buffers.
+    """Wrap the blocks in `modules` as the Config says. Returns the ActivationOffload, for its host buffers.
 
     side_outputs: see ChunkMBS.
     """

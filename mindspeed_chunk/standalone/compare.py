@@ -1,7 +1,7 @@
 """`python -m mindspeed_chunk.standalone.compare BASE.jsonl OTHER.jsonl ... [--plot FILE.png]`: runs side by side.
 
-Reads the metrics files of several runs, prints one table, the first run being what the others are measured against, and
-draws the loss curves. A run is named after its file.
+Reads the metrics files of several runs, prints one table that compares the others with the first run, and draws the
+loss curves. A run is named after its file.
 """
 
 import json
@@ -18,21 +18,21 @@ from mindspeed_chunk.output import Table, console, drawable, terminal
 from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.wording import one_line
 
-WARM_UP = 2  # iterations that the step time leaves out: the first are slower, and the second is watched
+WARM_UP = 2  # the step time leaves out these iterations: the first are slower, and in the second traffic is counted
 Record = dict[str, Any]  # of one iteration
 Runs = dict[str, list[Record]]  # by name
 PHASES = ("forward", "recompute", "backward")
-_WAY_OUT = "give what the trainer wrote to standalone.metrics_path"
+_WAY_OUT = "give a file that the trainer wrote to standalone.metrics_path"
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file, one an iteration. Raises ConfigError."""
+    """The records of a metrics file, one per iteration. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:  # no UTF-8, no path
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; {_WAY_OUT}") from None
     if not lines:
-        raise ConfigError(f"{path}: no iteration in it; {_WAY_OUT}")
+        raise ConfigError(f"{path}: it has no iteration; {_WAY_OUT}")
     return [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
@@ -53,7 +53,7 @@ def _record(line: str, where: str) -> Record:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is one that can be computed with; a loss may be nan."""
+    """Whether it is a number to compute with; a loss may be nan."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
@@ -65,7 +65,7 @@ def _is_counted(value: object) -> bool:
 def largest_difference(losses: list[float], base: list[float]) -> float:
     """The largest relative difference of two loss curves over the iterations that both have.
 
-    Infinite where a loss of `base` alone is 0; nan where one of the two is, or that of `base` alone is infinite.
+    Infinite if a loss of `base` alone is 0; nan if one of the two is, or if that of `base` alone is infinite.
     """
     found = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
              for loss, other in zip(losses, base)]  # fmt: skip
@@ -73,7 +73,7 @@ def largest_difference(losses: list[float], base: list[float]) -> float:
 
 
 def traffic(records: list[Record], kind: str) -> str:
-    """Events of a kind per MoE layer: total (forward+recompute+backward), or "-" where nothing was counted."""
+    """Events of a kind per MoE layer: total (forward+recompute+backward), or "-" if nothing was counted."""
     counted = next((record["per_layer"] for record in records if "per_layer" in record), None)
     if counted is None:
         return "-"
@@ -82,7 +82,7 @@ def traffic(records: list[Record], kind: str) -> str:
 
 
 def table(runs: Runs) -> Table:
-    """The table of the runs; the first is the one compared against."""
+    """The table of the runs; the others are compared with the first."""
     base = [record["loss"] for record in next(iter(runs.values()))]
     rows: list[tuple[str, ...]] = []
     for name, records in runs.items():
@@ -104,15 +104,15 @@ def table(runs: Runs) -> Table:
         ("run", "first loss", "last loss", "largest difference", "step (ms)", "all-to-alls", "device copies"),
         rows,
         wrapped=["run"],
-        note="Largest difference: relative, of one iteration's losses, to the first run. Step: median. "
-        "All-to-alls, and copies from the device that are waited for: of one MoE layer and micro batch "
-        "(forward+recompute+backward). Ranks that share a machine's cores have no wire to hide; on a busy machine, "
-        "or over few steps, times are noise.",
+        note="Largest difference: relative difference of one iteration's loss from the first run. Step: median. "
+        "All-to-alls, and copies from the device that the host waits for: per MoE layer and micro batch "
+        "(forward+recompute+backward). Ranks that share a machine's cores have no communication to hide; on a busy "
+        "machine, or over few steps, times are noise.",
     )
 
 
 def names(paths: list[Path]) -> dict[str, Path]:
-    """{name: path} of the runs: the file's name without its end, or the whole path where two files are named alike."""
+    """{name: path} of the runs: the file's name without its ending, or the whole path if two names are equal."""
     stems = [path.stem for path in paths]
     return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
 
@@ -128,7 +128,7 @@ def plot(runs: Runs, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for number, (name, records) in enumerate(runs.items()):
-        # thinner from curve to curve, so that equal ones stay visible under each other
+        # each curve is thinner than the one before, so that equal curves stay visible
         width = 1 + 2.5 * (len(runs) - 1 - number)
         axes.plot(
             [r["iteration"] for r in records], [r["loss"] for r in records], label=drawable(name), linewidth=width

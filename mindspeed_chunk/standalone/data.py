@@ -1,7 +1,7 @@
 """Real text without a download: the running Python's standard library as bytes, packed to the sequence length.
 
-A token is a byte; byte 0, which no source file holds, ends each file. The text is the same on every machine that has
-the same Python: modules that distributions package separately, or that describe one build, are left out.
+A token is a byte; byte 0, which no source file contains, ends each file. The text is the same on every machine with the
+same Python: modules that distributions package separately, or that describe one build, are left out.
 """
 
 import sys
@@ -22,7 +22,7 @@ def standard_library() -> list[tuple[str, Path]]:
     """The .py files of the standard library as (relative path, Path), sorted by the former."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for name in sys.stdlib_module_names - _NOT_EVERYWHERE:  # by name: site-packages, beside them, may hold far more
+    for name in sys.stdlib_module_names - _NOT_EVERYWHERE:  # by name: site-packages may be in this folder
         for path in (*root.glob(f"{name}.py"), *(root / name).rglob("*.py")):
             relative = path.relative_to(root)
             if not _TESTS.intersection(relative.parts):
@@ -31,10 +31,10 @@ def standard_library() -> list[tuple[str, Path]]:
 
 
 class PackedText:
-    """An endless stream of samples cut from the whole text: each epoch in another order, which `seed` decides."""
+    """An endless stream of samples cut from the whole text: each epoch in another order, which `seed` determines."""
 
     def __init__(self, sequence_length: int, seed: int) -> None:
-        """Raises ConfigError where the text is shorter than one sample."""
+        """Raises ConfigError if the text is shorter than one sample."""
         text = b"".join(path.read_bytes() + b"\0" for _, path in standard_library())
         self.num_samples = len(text) // sequence_length
         if self.num_samples == 0:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: log lines in MindSpeed-MM's format, a progress bar on a terminal, metrics as JSON lines."""
+"""The output of a run: log lines in MindSpeed-MM's format, a progress bar on a terminal, metrics as JSON lines."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ class RunLog:
     """Rank 0's view of the run; on other ranks every call does nothing."""
 
     def __init__(self, training: SimpleNamespace, global_batch_size: int, metrics: TextIO | None, rank: int) -> None:
-        """metrics: for JSON lines; this closes it in the end."""
+        """metrics: for JSON lines; this object closes it at the end."""
         self._training, self._global_batch_size = training, global_batch_size
         self._metrics, self._quiet = metrics, rank != 0
         columns = (TextColumn("loss {task.fields[loss]:.4f}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -38,7 +38,7 @@ class RunLog:
     def iteration(
         self, iteration: int, losses: dict[str, float], grad_norm: float, elapsed_ms: float, per_layer: Traffic | None
     ) -> None:
-        """losses: by name, "loss" first. per_layer: traffic counts, or None where they were not taken."""
+        """losses: by name, "loss" first. per_layer: traffic counts, or None if nothing was counted."""
         if self._quiet:
             return
         self._progress.update(self._task, completed=iteration, loss=losses["loss"])
@@ -67,8 +67,8 @@ class RunLog:
 def traffic_per_layer(events: list[Event], num_calls: int) -> Traffic:
     """Collectives and host copies of one training step, per MoE layer and micro batch.
 
-    events: what `observe` collected. The trainer marks "phase" forward and backward, the experts' forward marks "layer"
-        begin and end; a layer that runs in the backward is a recompute.
+    events: the events that `observe` collected. The trainer marks "phase" forward and backward, the experts' forward
+        marks "layer" begin and end; a layer that runs in the backward is a recompute.
     num_calls: MoE layers times micro batches.
     Returns {"forward": {kind: count}, "recompute": {...}, "backward": {...}} with the kinds that occurred.
     """

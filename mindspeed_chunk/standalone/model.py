@@ -1,4 +1,4 @@
-"""transformers' Qwen3.5-MoE: built, its modules found by MindSpeed-MM's patterns, its experts behind a dispatcher."""
+"""Builds transformers' Qwen3.5-MoE, finds modules by MindSpeed-MM's patterns, and gives the experts a dispatcher."""
 
 import copy
 import logging
@@ -31,14 +31,14 @@ try:
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter, load_balancing_loss_func
 except ImportError as error:
-    rule, way_out = "the trainer builds its model with transformers 5", "pip install 'mindspeed_chunk[standalone]'"
+    rule, way_out = "the trainer needs transformers 5 to build its model", "pip install 'mindspeed_chunk[standalone]'"
     raise ConfigError.about("transformers", str(error), rule, way_out) from None
 
 MODEL_TYPE = "qwen3_5_moe"
 
 
 def read_model_config(config: Config, vocabulary: int) -> Qwen3_5MoeConfig:
-    """The Qwen3_5MoeConfig in the model folder, checked against `config` and the number of tokens the data has.
+    """The Qwen3_5MoeConfig in the model folder, checked with `config` and the vocabulary size of the data.
 
     Raises ConfigError.
     """
@@ -54,14 +54,16 @@ def read_model_config(config: Config, vocabulary: int) -> Qwen3_5MoeConfig:
         raise _model_error(folder, f"its config.json is not valid: {' '.join(str(error).split())}") from None
     text: Any = model_config.text_config
     if model_type != MODEL_TYPE:
-        raise _model_error(folder, f"its model_type is {shown(model_type)}, and this trainer knows only {MODEL_TYPE!r}")
+        raise _model_error(
+            folder, f"its model_type is {shown(model_type)}, but this trainer supports only {MODEL_TYPE!r}"
+        )
     check_experts(config.ep_size, text.num_experts)
     if text.hidden_act != "silu":
         raise _model_error(
-            folder, f"its hidden_act is {shown(text.hidden_act)}, and the dispatchers compute SwiGLU (silu)"
+            folder, f"its hidden_act is {shown(text.hidden_act)}, but the dispatchers compute SwiGLU (silu)"
         )
     if text.vocab_size < vocabulary:
-        raise _model_error(folder, f"its vocab_size is {text.vocab_size}, and the data has {vocabulary} tokens")
+        raise _model_error(folder, f"its vocab_size is {text.vocab_size}, but the data has {vocabulary} tokens")
     return model_config
 
 
@@ -93,17 +95,17 @@ def build_model(config: Config, model_config: Qwen3_5MoeConfig) -> torch.nn.Modu
 
 
 def _check_memory(folder: Path, model_config: Qwen3_5MoeConfig) -> None:
-    """Raises ConfigError for a model that cannot be built, or whose weights in fp32 this machine cannot hold."""
+    """Raises ConfigError if the model cannot be built, or if its fp32 weights do not fit into this machine's memory."""
     try:
         with torch.device("meta"):
-            # of a copy: a model changes its config
+            # a copy, because a model changes its config
             model = Qwen3_5MoeForConditionalGeneration(copy.deepcopy(model_config))
         needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
-    except Exception as error:  # sizes that do not go together fail in many ways
+    except Exception as error:  # inconsistent sizes raise many kinds of errors
         raise _model_error(folder, f"its model cannot be built: {' '.join(str(error).split())}") from None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
-        rule = f"its weights are {needed / 2**30:.3g} GiB in fp32, and this machine has {memory / 2**30:.3g} GiB"
+        rule = f"its weights are {needed / 2**30:.3g} GiB in fp32, but this machine has {memory / 2**30:.3g} GiB"
         raise _model_error(folder, rule)
 
 
@@ -116,7 +118,7 @@ def match_modules(model: torch.nn.Module, patterns: Sequence[str], path: str) ->
     for pattern in read_patterns(patterns, path):
         matched = {name for name, _ in model.named_modules() if pattern.matches(name)}
         if not matched:
-            raise ConfigError.about(path, pattern.text, "matches no module of the model", "correct it or leave it out")
+            raise ConfigError.about(path, pattern.text, "matches no module of the model", "correct it or remove it")
         found |= matched
     return {name: module for name, module in model.named_modules() if name in found}
 
@@ -133,7 +135,7 @@ class Modules:
 
 
 def find_modules(model: torch.nn.Module, config: Config) -> Modules:
-    """Raises ConfigError for a pattern without a match, experts that are none, or ChunkMBS where it cannot work."""
+    """Raises ConfigError for a pattern without a match, for experts that are not, or if ChunkMBS cannot work."""
     ep_path = "parallel.ep_plan.apply_modules"
     experts = match_modules(model, config.ep.apply_modules, ep_path)
     for name, module in experts.items():
@@ -187,8 +189,8 @@ def _dispatch(
 class BalanceLoss:
     """The routers' auxiliary load-balancing loss over one forward, as transformers defines it.
 
-    transformers' own capture of router logits goes by the name of the model's class, which FSDP2 changes. And a
-    recompute runs the routers once more, so they are listened to only between `start` and `finish`.
+    transformers' own capture of router logits uses the name of the model's class, which FSDP2 changes. And a recompute
+    runs the routers once more, so logits are recorded only between `start` and `finish`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -203,7 +205,7 @@ class BalanceLoss:
             self._logits.append(output[0])
 
     def recorded(self) -> list[list[Tensor]]:
-        """The list that routers are being listened to with at the moment, for ChunkMBS to put in order."""
+        """The list to which logits are now recorded, which ChunkMBS puts in order."""
         return [] if self._logits is None else [self._logits]
 
     def start(self) -> None:

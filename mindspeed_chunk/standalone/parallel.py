@@ -1,6 +1,6 @@
-"""Expert parallelism, FSDP2 and what follows from them: how gradients are summed, and their norm.
+"""Expert parallelism and FSDP2, and for these the sum of gradients and their norm.
 
-Ranks form a grid [efsdp, ep]: an expert-parallel group is a run of consecutive ranks, and the ranks that hold the same
+Ranks form a grid [efsdp, ep]: an expert-parallel group is a run of consecutive ranks, and the ranks with the same
 experts shard them further. Everything else is sharded over all ranks.
 """
 
@@ -21,7 +21,7 @@ DEVICE = "cpu"
 
 @dataclass(frozen=True)
 class Meshes:
-    """`world`: all ranks. `efsdp`: the ranks with this rank's experts. `ep_group`: None where all experts are here."""
+    """`world`: all ranks. `efsdp`: the ranks with this rank's experts. `ep_group`: None if all experts are here."""
 
     world: DeviceMesh
     efsdp: DeviceMesh
@@ -31,7 +31,7 @@ class Meshes:
 
 
 def build_meshes(ep_size: int) -> Meshes:
-    """Collective over all ranks; their number is a multiple of `ep_size`."""
+    """Collective over all ranks; their number must be a multiple of `ep_size`."""
     world_size = dist.get_world_size()
     grid = init_device_mesh(DEVICE, (world_size // ep_size, ep_size), mesh_dim_names=("efsdp", "ep"))
     return Meshes(
@@ -48,7 +48,7 @@ def shard_model(
 ) -> None:
     """Keep this rank's experts, then apply FSDP2: `experts` over `efsdp`, the other `units` and the rest over `world`.
 
-    Every rank must hold the same weights when this is called.
+    Every rank must have the same weights when this is called.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
@@ -73,20 +73,20 @@ def shard_model(
 
 
 def hoist_units(block: Module) -> None:
-    """Gather the FSDP units inside of `block` with the block: once a direction for its whole batch.
+    """Gather the FSDP units inside `block` with the block: once per direction for its whole batch.
 
-    As they are, they would be gathered, and their gradients reduced, once a micro-chunk. Here the block's forward runs
-    inside one call of each unit, between its hooks, and the calls inside of the block go past them.
+    Otherwise they would be gathered, and their gradients reduced, once per micro-chunk. With this function the block's
+    forward runs inside one call of each unit, between its hooks, and calls inside the block bypass the hooks.
     """
     for parent in list(block.modules()):
         for name, unit in list(parent.named_children()):
             if isinstance(unit, FSDPModule):
                 if isinstance(parent, (ModuleDict, ModuleList, Sequential)) or unit.forward is _call:
                     raise ValueError(
-                        f"parallel.fsdp_plan.apply_modules: a unit {type(unit).__name__}, inside of a block of "
-                        "features.chunkmbs_plan, stands in a container or in two places; leave it out of one of the two"
+                        f"parallel.fsdp_plan.apply_modules: a unit {type(unit).__name__}, inside a block of "
+                        "features.chunkmbs_plan, is in a container or in two places; remove it from one of the two"
                     )
-                # found before the module's own entry of this name, which keeps its place and its parameters their names
+                # Python finds this before the module's own entry, so that entry and the names of its parameters stay
                 parent.__dict__[name] = _WithoutHooks(unit)
                 unit.forward = _call
                 block.forward = partial(unit, block.forward)
@@ -97,7 +97,7 @@ def _call(body: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 class _WithoutHooks:
-    """Stands for a unit inside of its block: calls its forward as it was; all else is the unit's."""
+    """Replaces a unit inside its block: calls its original forward; all other attributes are the unit's."""
 
     def __init__(self, unit: Any) -> None:
         self._unit, self._forward = unit, unit.forward
@@ -106,7 +106,7 @@ class _WithoutHooks:
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_unit":  # not there yet, while a copy is being made
+        if name == "_unit":  # missing while a copy is being made
             raise AttributeError(name)
         return getattr(self._unit, name)
 
@@ -120,10 +120,10 @@ def _children_first(module: Module) -> Iterator[Module]:
 def _sum_gradients(module: Any) -> None:
     """Make FSDP2 reduce with a plain sum; the trainer has the mean over ranks in its loss.
 
-    FSDP2 would average over a unit's own ranks. But an expert's gradient, too, must be divided by the number of all
-    ranks, although its unit spans only some of them: the all-to-all brought it the tokens of the others. And on gloo
-    the division depends on the version: torch 2.7 drops it silently, so that 1 is the only factor it heeds; newer ones
-    have a switch for the plain sum.
+    FSDP2 would average over a unit's ranks. But an expert's gradient, too, must be divided by the number of all ranks,
+    although its unit spans only some of them: the all-to-all sent it the tokens of the others. And on gloo the division
+    depends on the version: torch 2.7 silently skips it, so only a factor of 1 works; newer versions have a switch for
+    the plain sum.
     """
     if hasattr(module, "set_force_sum_reduction_for_comms"):
         module.set_force_sum_reduction_for_comms(True)
@@ -133,17 +133,17 @@ def _sum_gradients(module: Any) -> None:
 
 
 def _set_prefetch(modules: Iterable[Module], setter: str, count: int) -> None:
-    """Let every trained unit gather the next `count` ones ahead of time; `modules` are in their order of use."""
+    """Make every trained unit gather the next `count` ones in advance; `modules` are in their order of use."""
     units = [m for m in modules if isinstance(m, FSDPModule) and any(p.requires_grad for p in m.parameters())]
     for position, unit in enumerate(units) if count else ():
         getattr(unit, setter)(units[position + 1 : position + 1 + count])
 
 
 def clip_gradients(parameters: Iterable[Any], max_norm: float) -> float:
-    """The global norm of the gradients, after which they are scaled down to `max_norm` (0: never).
+    """Scale the gradients down to `max_norm` (0: never); returns their global norm before that.
 
-    No two ranks hold the same piece of a parameter, so the squares of all pieces' norms add up to the square of the
-    whole. torch's own clipping takes only parameters of one mesh.
+    No two ranks have the same piece of a parameter, so the sum of the squares of all pieces' norms is the square of the
+    whole norm. torch's own clipping supports only parameters of one mesh.
     """
     pieces = [parameter.grad.to_local() for parameter in parameters if parameter.grad is not None]
     total = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()

@@ -1,4 +1,4 @@
-"""What a rank does between reading the yaml and meeting the others: model, data, and all checks of them."""
+"""The work of a rank between reading the yaml and joining the process group: model, data, and all their checks."""
 
 from dataclasses import dataclass
 from typing import TextIO
@@ -16,7 +16,7 @@ from mindspeed_chunk.standalone.parallel import DEVICE
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rank's model, the same on every rank, and what goes with it."""
+    """A rank's model, the same on every rank, with its modules and data."""
 
     config: Config
     model: torch.nn.Module
@@ -25,7 +25,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Build the model and the data of a Config. Raises ConfigError, on every rank alike."""
+    """Build the model and the data of a Config. Raises ConfigError, the same on every rank."""
     if config.ep.dispatcher == "chunkmoe":
         try:
             ops.resolve(config.chunk_moe.chunk_moe_backend, torch.device(DEVICE))
@@ -41,13 +41,13 @@ def prepare(config: Config) -> Prepared:
 
 
 def open_metrics(config: Config) -> TextIO | None:
-    """The metrics file, open for writing, or None. What is in it stays for now. Raises ConfigError."""
+    """The metrics file, open for writing, or None. Its content is not removed yet. Raises ConfigError."""
     path = config.metrics_path
     if path is None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8")
-    except (OSError, ValueError) as error:  # a name may have characters that no file has
+    except (OSError, ValueError) as error:  # a name may have characters that no file name can have
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError.about("standalone.metrics_path", str(path), reason, "give another file") from None

@@ -17,7 +17,7 @@ from mindspeed_chunk.standalone.prepare import Prepared
 
 
 class Trainer:
-    """One rank's model, optimizer and place in the stream of samples. Needs an initialised process group."""
+    """One rank's model, optimizer and position in the stream of samples. Needs an initialised process group."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Changes the prepared model in place: dispatcher, recompute, sharding."""
@@ -35,7 +35,7 @@ class Trainer:
             hoist_units(block)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         experts = {p for module in modules.experts for p in module.parameters()}
-        # two groups, because the optimizer's fused loops take only parameters of one mesh together
+        # two groups, because the optimizer's fused loops need parameters of one mesh
         groups = [[p for p in self.parameters if p not in experts], [p for p in self.parameters if p in experts]]
         training = config.training
         self.optimizer = torch.optim.AdamW(
@@ -49,7 +49,7 @@ class Trainer:
     def train(self, metrics: TextIO | None = None) -> None:
         """Run all iterations; rank 0 logs and writes `metrics`."""
         training = self.config.training
-        # Traffic is counted in the second iteration: the first also holds what happens only once.
+        # Traffic is counted in the second iteration: the first also has events that happen only once.
         counted = min(1, training.train_iters - 1) if self.num_moe_layers else None
         with RunLog(training, self.config.global_batch_size(self.world_size), metrics, self.rank) as log:
             for iteration in range(training.train_iters):
@@ -85,7 +85,7 @@ class Trainer:
             emit("phase", "forward")
             losses = self.forward(self.data.batch(first, size))
             emit("phase", "backward")
-            # every gradient is reduced by a plain sum, so the mean over ranks and micro batches is taken here
+            # every gradient is reduced by a plain sum, so the mean over ranks and micro batches is computed here
             (losses["loss"] / (steps * self.world_size)).backward()
             totals.update({name: loss.detach() for name, loss in losses.items()})
         means = torch.stack(list(totals.values())) / (steps * self.world_size)
@@ -95,7 +95,7 @@ class Trainer:
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Losses of int64 [B, S] tokens, fp32 scalars by name.
 
-        "loss" is what is trained on; "aux_loss", if it has a coefficient, the routers' part before that coefficient.
+        "loss" is the loss of the training; "aux_loss", if its coefficient is set, is the routers' part without it.
         """
         if self.balance is None:
             return {"loss": self.model(input_ids=tokens, labels=tokens, use_cache=False).loss}

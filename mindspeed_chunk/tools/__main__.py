@@ -12,7 +12,7 @@ from mindspeed_chunk.tools.parser import Parser
 COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
     "lint": "what is wrong, risky or wasteful in a MindSpeed-MM yaml",
-    "bench": "times one MoE layer on some ranks of this machine, and tells its memory",
+    "bench": "measures time and memory of one MoE layer on ranks of this machine",
     "trace": "shows one MoE layer call as a timeline",
     "plan": "chooses the numbers of a run: layout, chunks, memory, time",
 }
@@ -30,7 +30,7 @@ def _main() -> int:
     parser = Parser(
         prog="mindspeed-chunk",
         usage="mindspeed-chunk [--version] COMMAND [OPTIONS]",
-        epilog=f"commands:\n{listing}\n\nmindspeed-chunk COMMAND --help tells a command's options.",
+        epilog=f"commands:\n{listing}\n\nmindspeed-chunk COMMAND --help lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"mindspeed_chunk {mindspeed_chunk.__version__}")
     parser.add_argument("command", choices=COMMANDS, nargs="?", help=argparse.SUPPRESS)
@@ -39,7 +39,7 @@ def _main() -> int:
     if chosen.command is None:
         parser.error(f"give a command: {', '.join(COMMANDS)}")
     sys.argv = [sys.argv[0], *chosen.options]
-    # imported when it is asked for: the benchmark needs torch
+    # imported only when it is used: the benchmark needs torch
     return importlib.import_module(f"mindspeed_chunk.tools.{chosen.command}").main()
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` reads without importing anything heavy: versions, requirements, environment variables."""
+"""The part of `doctor` without heavy imports: versions, requirements, environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 PLUGIN = "mindspeed_chunk"
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-# files below the toolkit's folder, and the line of each that tells
+# files below the toolkit's folder, and the key of the line with the version
 _CANN_FILES = (
     ("*-linux/ascend_toolkit_install.info", "version"),
     ("ascend_toolkit_install.info", "version"),
@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
 
 
 def cann_version() -> str | None:
-    """Of the toolkit that the environment variables of its `set_env.sh` point to."""
+    """The version of the toolkit to which the environment variables of its `set_env.sh` point."""
     for home in filter(None, map(os.environ.get, CANN_HOMES)):
         for pattern, key in _CANN_FILES:
             for file in sorted(Path(home).glob(pattern)):

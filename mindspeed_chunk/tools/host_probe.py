@@ -1,6 +1,6 @@
-"""Imports what the patches touch in the host, and tells what became of each patch.
+"""Imports the modules of the host that are patched, and reports the state of each patch.
 
-`doctor` runs this file in a process of its own: the host may fail to import, write to the screen, or end the process.
+`doctor` runs this file in a separate process: the host may fail to import, write to the screen, or end the process.
 
     python host_probe.py RESULT.json
 """
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def probe() -> dict:
-    """Places of the host's packages and, if torch can be imported, the state of everything that needs it."""
+    """Places of the host's packages and, if torch can be imported, the state of everything that needs torch."""
     from mindspeed_chunk import patches
     from mindspeed_chunk.patches import settings
 
@@ -40,7 +40,7 @@ def probe() -> dict:
     for place in places.values():
         if place["by"] in HOMES.values():
             sys.path.insert(0, str(Path(place["folders"][0]).parent))
-    os.environ.pop(settings.DISABLE, None)  # what would happen if it were on is asked for, too
+    os.environ.pop(settings.DISABLE, None)  # the report is about the plugin turned on
     try:
         import torch
     except Exception as error:
@@ -90,7 +90,7 @@ def locate(package: str, variable: str) -> dict:
 
 
 def read_host(folders: list[str]) -> dict:
-    """From the source, so that it can be told of a host that cannot be imported.
+    """Read from the source, so that it works for a host that cannot be imported.
 
     Returns:
         `generation` (of MindSpeed-MM, by its dispatcher names and `ep_forward`'s parameters), `dispatchers`,
@@ -113,7 +113,7 @@ def read_host(folders: list[str]) -> dict:
 
 
 def _examine(patch: Any, host_found: bool) -> dict:
-    """Import the module that sets the patch off, and tell its state."""
+    """Import the module whose import applies the patch, and return the patch's state."""
     from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, start_checks
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED, READY
 
@@ -131,19 +131,19 @@ def _examine(patch: Any, host_found: bool) -> dict:
             else:
                 state, detail = UNKNOWN, f"{patch.module} cannot be imported: {_line(error)}"
     if state == APPLIED and patch.asked_by:
-        state, detail = READY, f"it fits; replaced once a yaml says {patch.asked_by}"
+        state, detail = READY, f"it fits; active when a yaml has {patch.asked_by}"
     if state == DRIFTED:
         detail = f"expected {patch.expects}, found {detail}"
     return {"name": patch.name, "module": patch.module, "target": patch.target, "state": state, "detail": detail}
 
 
 def package() -> dict[str, str | None]:
-    """Where the plugin's parts come from."""
+    """The folders of the plugin's parts."""
     return {"core": copies.core(), "patches": copies.patches()}
 
 
 def _device(torch: Any) -> str:
-    """The one that the host would choose: an NPU, else CUDA."""
+    """The device that the host would choose: an NPU, otherwise CUDA."""
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         return "npu"
@@ -155,7 +155,7 @@ def _line(error: BaseException) -> str:
 
 
 def _source(folders: list[str], name: str) -> str:
-    """Of the first file of this name, as an import would find it; empty if there is none."""
+    """The source of the first file of this name, as an import would find it; empty if there is none."""
     files = (Path(folder) / name for folder in folders)
     return next((file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()), "")
 

@@ -1,7 +1,7 @@
-"""Reads a MindSpeed-MM yaml as MindSpeed-MM does and says what is wrong (error), risky (warning) or wasteful (note).
+"""Reads a MindSpeed-MM yaml as MindSpeed-MM does and reports what is wrong (error), risky (warning) or wasteful (note).
 
-Exit code: 0 with nothing or notes only, 1 with an error or a warning, 2 where the file cannot be read as a
-configuration or the command is wrong; with --fix it still speaks of CONFIG.yaml as it is.
+Exit code: 0 without findings or with notes only, 1 with an error or a warning, 2 if the file cannot be read as a
+configuration or the command is wrong. With --fix, too, it is about CONFIG.yaml, not about the copy.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = Parser(prog="mindspeed-chunk lint", description=__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
-    parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; more can be checked")
+    parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; allows more checks")
     parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8,
-                        help="of a node, or of a supernode whose links are as fast; default: 8")  # fmt: skip
+                        help="devices of a node, or of a supernode with links as fast; default: 8")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument(
         "--fix",
         metavar="OUT.yaml",
         nargs="?",
         const=_BESIDE,
-        help="also write a corrected copy and show the difference; without a name: CONFIG.fixed.yaml, beside the file",
+        help="also write a corrected copy and show the difference; without a name: CONFIG.fixed.yaml, next to the file",
     )
     parser.add_argument("--markdown", action="store_true", help="the table of rules, as in docs/lint.md; no checks")
     options = parser.parse_args()
@@ -87,17 +87,17 @@ def _lint(options: argparse.Namespace) -> int:
 
 
 def _fix(options: argparse.Namespace, document: Document, found: list) -> str | None:
-    """Write the corrected copy. Returns its path; None where there is nothing to correct."""
+    """Write the corrected copy. Returns its path; None if there is nothing to correct."""
     given = Path(options.config)
     path = Path(options.fix) if options.fix != _BESIDE else given.with_name(f"{given.stem}.fixed{given.suffix}")
     if os.path.abspath(path) != os.path.abspath(given) and _same(path, given):
-        rule = f"is {given} by a link, and that file is written only by its own name"
+        rule = f"is {given} through a link, and that file is written only under its own name"
         raise ConfigError.about("--fix", str(path), rule, "give another file")
     made = report.fixed(document, found)
     difference = report.difference(document, made, str(path))
     if not difference:
         if not options.json:
-            print(f"{options.config}: nothing that --fix corrects; no file written")
+            print(f"{options.config}: --fix has nothing to correct; no file was written")
         return None
     files.write(path, made.text, "--fix")
     if not options.json:
@@ -110,7 +110,7 @@ def _fix(options: argparse.Namespace, document: Document, found: list) -> str | 
 def _same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
-    except (OSError, ValueError):  # not there, or no name of a file
+    except (OSError, ValueError):  # does not exist, or not a possible file name
         return False
 
 

@@ -11,13 +11,13 @@ from mindspeed_chunk.wording import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a description, and says in one line what is wrong with a command: exit code 2."""
+    """Keeps the lines of a description, and reports a wrong command in one line, with exit code 2."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keywords})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {one_line(' '.join(message.split()))}; {self.prog} --help tells the options\n")
+        self.exit(2, f"error: {one_line(' '.join(message.split()))}; {self.prog} --help lists the options\n")
 
 
 def check_range(options: argparse.Namespace, limits: Mapping[str, tuple[float, float]]) -> None:

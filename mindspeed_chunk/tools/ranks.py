@@ -1,4 +1,4 @@
-"""Starts a command of this package once a rank on this machine: one thread each, with or without a limited link.
+"""Starts a command of this package on several ranks of this machine: one thread each, with or without a limited link.
 
     python -m mindspeed_chunk.tools.ranks LAUNCHER MODULE [ARGUMENT...]
 
@@ -22,7 +22,7 @@ from mindspeed_chunk.tools.link import limited_link
 
 _GRACE_S = 10.0
 _POLL_S = 0.05
-# in a namespace, torch warns once a connection that an address has no name
+# in a namespace, torch warns for each connection that an address has no name
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -34,19 +34,20 @@ def is_rank() -> bool:
 
 
 def end_with(parent: int) -> None:
-    """Have Linux end this process when its parent is gone, in whatever way."""
+    """Make Linux end this process when its parent ends, in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # gone before it was asked for
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port that the system gives to nobody who asks for any, while a rank can still listen on it by its number.
+    """A TCP port that the system gives to no other process that requests a free one, but on which a rank can listen.
 
-    A port that was only looked up may be another process's before the first rank listens; the others then wait there.
-    Linux lets two sockets have one port if both set SO_REUSEADDR, as torch's store does, and no more than one listens.
+    If a port is only looked up, another process may get it before the first rank listens; the other ranks then wait
+    there. On Linux two sockets can have the same port if both set SO_REUSEADDR, as torch's store does, and at most one
+    listens.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,19 +60,19 @@ def launch(
 ) -> int:
     """Run `python -m module *arguments` on every rank and wait for all of them.
 
-    When a rank fails, the others get some seconds to end by themselves; then they are ended. A request to end (Ctrl-C,
-    SIGTERM, SIGHUP) ends all at once, takes the links down and raises SystemExit. When this process is killed, the
-    ranks end, too, and the next link takes down those of this one.
+    When a rank fails, the others have some seconds to end; then they are killed. A request to end (Ctrl-C, SIGTERM,
+    SIGHUP) ends all ranks immediately, removes the links and raises SystemExit. When this process is killed, the ranks
+    end, too, and the next link removes those of this one.
 
     Args:
-        rate: of the link between the ranks, or None for this machine's own.
+        rate: of the link between the ranks, or None for no limit.
         environment: additions to every rank's environment.
 
     Returns:
         0, or the exit code of the rank that failed first.
 
     Raises:
-        LinkError: where the link cannot be had.
+        LinkError: if the link cannot be made.
     """
     places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
     places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
@@ -102,9 +103,9 @@ def launch(
 def _requests_held() -> Iterator[Callable[[], None]]:
     """Requests to end wait until the function that this yields is called, or the block ends; then SystemExit is raised.
 
-    So none is lost, and none, the first or a later one, interrupts what sets up or takes down. Processes that are
-    started in the block inherit that they wait: Ctrl-C at a terminal reaches them, too, but this process answers it.
-    What is ignored already, as SIGHUP is under nohup, stays ignored.
+    So no request is lost, and none interrupts the set-up or the clean-up. Processes that are started in the block
+    inherit the blocked signals: Ctrl-C at a terminal reaches them, too, but this process handles it. Signals that are
+    already ignored, such as SIGHUP under nohup, stay ignored.
     """
     received: list[int] = []
     before = {each: handler for each in _REQUESTS if (handler := signal.getsignal(each)) != signal.SIG_IGN}
@@ -143,9 +144,9 @@ def _wait(processes: list[subprocess.Popen], answer_requests: Callable[[], None]
 
 
 def _main() -> None:
-    """The life of a rank."""
+    """Run one rank."""
     end_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
 """What MindSpeed-MM lacks on a CPU, so that its trainer runs there unchanged.
 
-The host looks for an NPU, then for CUDA, and does not go on without. Everything here is either a name in one of its own
-modules, or an extension of a torch function to arguments on which torch itself raises.
+The host needs an NPU or CUDA. Everything here is either a name in one of the host's modules, or an extension of a torch
+function to arguments for which torch itself raises an error.
 """
 
 from __future__ import annotations

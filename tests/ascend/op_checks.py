@@ -155,7 +155,7 @@ def missing_ops(npu):
         for check in (*VALUES, *VALUES):
             check(npu)
     assert sorted(lines) == sorted(
-        f"mindspeed_chunk: Chunk MoE: this torch_npu has no {name}; where that is so, torch's own operations run"
+        f"mindspeed_chunk: Chunk MoE: this torch_npu has no {name}; torch's own operations run instead"
         for name in npu_ops.OPS
     )
 
@@ -164,7 +164,7 @@ def sizes_out_of_bounds(npu):
     """Beyond a documented limit the eager form runs: limits made small stand for sizes too large for a test."""
     limits = {
         "_MAX_PAIRS": ("npu_moe_token_permute needs at most 1 rows", moved_rows),
-        "_MAX_TOP_K": ("npu_moe_token_permute needs at most 1 experts a token", moved_rows),
+        "_MAX_TOP_K": ("npu_moe_token_permute needs at most 1 experts per token", moved_rows),
         "_MAX_GROUPS": ("npu_grouped_matmul needs at most 1 experts", matmuls),
         "_MAX_WIDTH": ("npu_grouped_matmul_add_ needs matrices of at most 1 rows and columns", weight_gradients),
         "_MAX_REROUTED_WIDTH": ("npu_moe_re_routing needs rows of at most 1 columns", regrouped_rows),
@@ -172,7 +172,7 @@ def sizes_out_of_bounds(npu):
     for name, (told, check) in limits.items():
         with logged() as lines, mock.patch.object(npu, name, 1):
             check(npu)
-        assert f"mindspeed_chunk: Chunk MoE: {told}; where that is so, torch's own operations run" in lines, lines
+        assert f"mindspeed_chunk: Chunk MoE: {told}; torch's own operations run instead" in lines, lines
 
 
 def back_end_that_cannot_be_had(npu):
