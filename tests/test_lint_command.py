@@ -133,7 +133,7 @@ def test_a_copy_is_corrected_and_the_original_is_not(run, tmp_path):
     assert "-  enable_chunk_mb: true\n+  enable_chunk_mbs: true\n" in out
     assert out.endswith(f"{copy}: 0 errors, 0 warnings, 0 notes\n")
     copy.unlink()
-    assert "no file written" in run(CLEAN, "--fix")[1] and not copy.exists()
+    assert "no file was written" in run(CLEAN, "--fix")[1] and not copy.exists()
 
 
 def test_a_key_whose_right_name_would_have_a_value_of_a_wrong_type_is_not_corrected(run, tmp_path):
