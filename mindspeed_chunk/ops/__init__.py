@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -71,4 +71,4 @@ def resolve(name: str, device: torch.device) -> BackEnd:
         npu_ops.require()
     if name == "auto":
         say_once(logging.INFO, f"Chunk MoE: back end {chosen}, chosen by the device")
-    return cast(BackEnd, importlib.import_module(f"{__name__}.{chosen}"))
+    return importlib.import_module(f"{__name__}.{chosen}")
