@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_chunk.values import BATCH_DIM, FLAG, INDICES, MAPPING, NAMES, ConfigError, ValueRule, choice, integer
@@ -137,7 +137,7 @@ class ChunkMBSConfig:
         return made
 
 
-def _ours(cls, mapping, path, section, must_be_known):
+def _ours(cls: type, mapping: Any, path: str, section: str, must_be_known: Callable[[object], bool]) -> dict[str, Any]:
     """The entries of `mapping`, which is this `section`, that are fields of `cls`; none else may be `must_be_known`."""
     names = [field.name for field in dataclasses.fields(cls)]
     for key, value in MAPPING.take(path, mapping).items():
@@ -154,10 +154,10 @@ def _taken(cls: type, settings: Mapping[str, Any], prefix: str) -> dict[str, Any
     return {name: rules[name].take(f"{prefix}{name}", value) for name, value in settings.items()}
 
 
-def _check_together(settings, prefix):
+def _check_together(settings: Mapping[str, Any], prefix: str) -> None:
     """Raise ConfigError where a setting of ChunkMoEConfig contradicts another."""
 
-    def refuse(name, rule):
+    def refuse(name: str, rule: str) -> None:
         raise ConfigError.about(f"{prefix}{name}", settings[name], rule, "remove one of the two")
 
     if settings["chunk_moe_recompute"] and settings["chunk_moe_keep"] not in ("", "rows"):
@@ -172,6 +172,6 @@ def _check_together(settings, prefix):
 
 
 @functools.cache
-def _warn(message):
+def _warn(message: str) -> None:
     # Cached: each layer may carry its own config, and the user needs to read this once.
     warnings.warn(message, stacklevel=4)

@@ -46,7 +46,7 @@ def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
 
     def ours(original: Callable) -> Callable:
         @functools.wraps(original)
-        def apply_chunkmbs_module(chunk_mbs_modules, chunkmbs_cfg):
+        def apply_chunkmbs_module(chunk_mbs_modules: Any, chunkmbs_cfg: Any) -> None:
             config = ChunkMBSConfig.from_mapping(settings.plan_mapping(chunkmbs_cfg))
             wrap(chunk_mbs_modules, config, batch_sizes, inner)
 

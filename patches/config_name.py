@@ -51,7 +51,7 @@ def _admit_extra_keys(plan: Any) -> Undo:
     admitting = plan.__init__
 
     @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         # with any other plan, the host still refuses keys that it does not know
         (admitting if kwargs.get("dispatcher") == NAME else original)(self, *args, **kwargs)
 

@@ -28,7 +28,7 @@ _NAME = f"{_PACKAGE}.ep_chunkmoe"
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
         return importlib.util.spec_from_loader(name, self) if name == _NAME else None
 
     def exec_module(self, module: Any) -> None:

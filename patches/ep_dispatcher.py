@@ -65,7 +65,7 @@ def _routed(original: Callable) -> Callable:
 
     @untraced
     @functools.wraps(original)
-    def ep_forward(*args, **kwargs):
+    def ep_forward(*args: Any, **kwargs: Any) -> Any:
         activation = kwargs.pop("activation_fn", None)  # Wan2.2's name for it, which the host's function does not take
         named = signature.bind(*args, **kwargs).arguments
         dispatcher = _dispatchers.get(named.get("ep_group"))

@@ -28,7 +28,7 @@ def apply(module: Any) -> Undo:
 
 def _bound(original: Callable) -> Callable:
     @functools.wraps(original)
-    def expert_parallelize_modules(modules, ep_mesh, plan):
+    def expert_parallelize_modules(modules: Any, ep_mesh: Any, plan: Any) -> Any:
         if plan.dispatcher != NAME:
             return original(modules, ep_mesh, plan)
         if settings.host_dispatcher_chosen():
@@ -39,7 +39,7 @@ def _bound(original: Callable) -> Callable:
     return expert_parallelize_modules
 
 
-def _bind(model, group, plan):
+def _bind(model: Any, group: Any, plan: Any) -> Any:
     """Send the group's calls to our dispatcher; return the plan that the models get."""
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 

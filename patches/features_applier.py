@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.patches import chunk_mbs
@@ -30,7 +31,7 @@ def use(config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]
 
     def ending_with_ours(original: Callable) -> Callable:
         @functools.wraps(original)
-        def __call__(self, model):
+        def __call__(self: Any, model: Any) -> None:
             original(self, model)
             found = self.get_needed_modules(model, config.apply_modules)
             if not found:

@@ -50,7 +50,7 @@ def _take_back() -> None:
 
 def _after_comparison(original: Callable) -> Callable:
     @functools.wraps(original)
-    def init_parallel_state(*args, **kwargs):
+    def init_parallel_state(*args: Any, **kwargs: Any) -> Any:
         _compare()
         return original(*args, **kwargs)
 

@@ -10,6 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo
 
@@ -37,7 +38,7 @@ def _replaying(original: Callable) -> Callable:
     from mindspeed_chunk.moe.replay import replay_beside, replay_contexts, replayed
 
     @functools.wraps(original)
-    def checkpoint(function, *args, use_reentrant=None, **kwargs):
+    def checkpoint(function: Callable, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
         if use_reentrant is False:
             theirs = kwargs.get("context_fn")
             kwargs["context_fn"] = replay_beside(theirs) if theirs else replay_contexts

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, signature_of
 
@@ -43,7 +44,7 @@ def _scaled(module: ModuleType, of_this_rank: bool, original: Callable) -> Calla
     import torch.distributed as dist
 
     @functools.wraps(original)
-    def move(tokens, ep_group, *args, **kwargs):
+    def move(tokens: Any, ep_group: Any, *args: Any, **kwargs: Any) -> Any:
         noted = getattr(module, _COUNTS)
         whole = (noted[dist.get_rank(ep_group)] if of_this_rank else sum(noted)) if noted else 0
         if not whole:

@@ -30,7 +30,7 @@ def _wrap(owner: object, name: str, after: Callable[[Any, Any], None]) -> Undo:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def checked(first, *args, **kwargs):
+    def checked(first: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(first, *args, **kwargs)
         try:
             after(first, result)

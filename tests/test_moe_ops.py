@@ -4,7 +4,6 @@ import importlib
 import inspect
 import itertools
 import logging
-import re
 
 import pytest
 import torch
@@ -23,8 +22,7 @@ def test_every_back_end_has_the_functions_of_the_cpus_with_their_parameters(name
     back_end = importlib.import_module(f"mindspeed_chunk.ops.{name}")
     functions = [each for each in vars(cpu).values() if inspect.isfunction(each) and each.__module__ == cpu.__name__]
     public = [each for each in functions if not each.__name__.startswith("_")]
-    told = re.search(r"documents their arguments and results\):\n\n(.*?)\n\n", ops.__doc__, re.S).group(1)
-    assert sorted(each.__name__ for each in public) == sorted(re.findall(r"\w+", told))
+    assert {each.__name__ for each in public} == {each for each in vars(ops.BackEnd) if not each.startswith("_")}
     for each in public:
         assert inspect.signature(getattr(back_end, each.__name__)) == inspect.signature(each)
 

@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint.document import Document
 from mindspeed_chunk.lint.edits import Edit
 
-ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, Severity, Severity] = ("error", "warning", "note")
+ERROR, WARNING, NOTE = SEVERITIES
 
 _Settings = TypeVar("_Settings")
 
@@ -35,7 +37,7 @@ class Rule:
     """`says`: one sentence for the documentation. `find` yields what breaks the rule."""
 
     id: str
-    severity: str
+    severity: Severity
     says: str
     find: Callable[[Subject], Iterable[Problem]]
 
@@ -43,7 +45,7 @@ class Rule:
 @dataclass(frozen=True)
 class Finding:
     rule: str
-    severity: str
+    severity: Severity
     path: str
     line: int
     message: str

@@ -326,14 +326,14 @@ class _Source(torch.autograd.Function):
     """The tensor that is cut. Its gradient is what its slices have written; the slices themselves pass none on."""
 
     @staticmethod
-    def forward(ctx, tensor, grads):
+    def forward(ctx: Any, tensor: torch.Tensor, grads: _WholeGrad) -> torch.Tensor:
         ctx.grads = grads
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
     @untraced
-    def backward(ctx, _):
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.grads.take(), None
 
 
@@ -341,13 +341,13 @@ class _Slice(torch.autograd.Function):
     """A copy of a slice. Plain slicing would make a gradient of the whole tensor's size for every slice."""
 
     @staticmethod
-    def forward(ctx, whole, grads, dim, start, length):
+    def forward(ctx: Any, whole: torch.Tensor, grads: _WholeGrad, dim: int, start: int, length: int) -> torch.Tensor:
         ctx.grads, ctx.place = grads, (dim, start, length)
         return whole.narrow(dim, start, length).clone()
 
     @staticmethod
     @untraced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.grads.write(grad, ctx.place)
         return None, None, None, None, None
 
@@ -356,7 +356,7 @@ class _Write(torch.autograd.Function):
     """Writes a part into its place in the whole. A `cat` at the end would keep every part until then."""
 
     @staticmethod
-    def forward(ctx, whole, part, dim, start):
+    def forward(ctx: Any, whole: torch.Tensor, part: torch.Tensor, dim: int, start: int) -> torch.Tensor:
         ctx.place = (dim, start, part.shape[dim])
         whole.narrow(*ctx.place).copy_(part)
         ctx.mark_dirty(whole)
@@ -364,5 +364,5 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad if ctx.needs_input_grad[0] else None, grad.narrow(*ctx.place), None, None

@@ -8,13 +8,26 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mindspeed_chunk.moe.draws import Draws, generators_untouched
+from mindspeed_chunk.ops import BackEnd
 
 Pullback = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Activation(Protocol):
+    """What the experts use of an activation; see `SwiGLU`."""
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]: ...
+    def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor: ...
+    def differentiate(
+        self, fc1_RF: torch.Tensor, chunk: int, totals: Sequence[torch.Tensor], *, reuse: bool
+    ) -> tuple[torch.Tensor, Pullback]: ...
 
 
 class SwiGLU:
@@ -22,7 +35,7 @@ class SwiGLU:
 
     parameters: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, ops: types.ModuleType, limit: float) -> None:
+    def __init__(self, ops: BackEnd, limit: float) -> None:
         self._ops, self._limit = ops, limit
 
     def __call__(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,9 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows that waits for its end; its gradient is the reverse exchange."""
 
     @staticmethod
-    def forward(ctx, rows, send_splits, recv_splits, group, name):
+    def forward(
+        ctx: Any, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: Any, name: str
+    ) -> torch.Tensor:
         ctx.splits, ctx.group = (recv_splits, send_splits), group
         received, work = all_to_all(rows.contiguous(), send_splits, recv_splits, group, name)
         work.wait()
@@ -92,7 +95,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # uses the node again, so that a second derivative has its exchange, too
         return _Exchange.apply(grad, *ctx.splits, ctx.group, "backward"), None, None, None, None
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -24,6 +23,7 @@ from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.arguments import Arguments
 from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
 from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape
+from mindspeed_chunk.ops import BackEnd
 from mindspeed_chunk.ops.groups import Groups
 
 CANDIDATES = (1, 2, 4, 8, 16)
@@ -56,7 +56,7 @@ class NumChunks:
             slices *= 2
         return slices
 
-    def choose(self, counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType) -> int:
+    def choose(self, counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd) -> int:
         """N for this call, a divisor of the slices. A collective if it is chosen for the first time.
 
         Args:
@@ -102,7 +102,7 @@ def busiest_rows(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[
     return [ChunkRows(-(-n // top_k), n, got, most) for n, got, most in zip(sent_N, received_N, largest_N, strict=True)]
 
 
-def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType, config: ChunkMoEConfig) -> ChunkChoice:
+def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd, config: ChunkMoEConfig) -> ChunkChoice:
     top_k, dtype = arguments.selected_experts.shape[1], arguments.compute_dtype
     most_sent = int(counts_RSE.sum(dim=(1, 2)).max())
     shape = LayerShape(
@@ -128,7 +128,7 @@ def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: ModuleType, con
 
 
 @torch.no_grad()
-def measure(arguments: Arguments, ops: ModuleType, rows: int) -> Device:
+def measure(arguments: Arguments, ops: BackEnd, rows: int) -> Device:
     """Rates of this device and its link with about `rows` rows; each is that of the group's slowest rank."""
     group, dtype, device = arguments.group, arguments.compute_dtype, arguments.x_TH.device
     ranks, hidden = group_size(group), arguments.x_TH.shape[1]

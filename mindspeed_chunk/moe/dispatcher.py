@@ -13,7 +13,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import untraced
 from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.log import Rarely, say, say_once
-from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+from mindspeed_chunk.moe.activation import Activation, CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.draws import Draws
@@ -305,7 +305,7 @@ class ChunkMoEDispatcher(Dispatcher):
             return out_TH
         return torch.where(pad_T[:, None], arguments.x_TH, out_TH.to(arguments.x_TH.dtype))
 
-    def _activation(self, arguments: Arguments, draws: Draws) -> SwiGLU | CustomActivation:
+    def _activation(self, arguments: Arguments, draws: Draws) -> Activation:
         device = arguments.x_TH.device
         if arguments.activation is None:
             return SwiGLU(ops.resolve(self.config.chunk_moe_backend, device), arguments.swiglu_limit)
@@ -363,7 +363,7 @@ class ChunkMoEDispatcher(Dispatcher):
 
     def _agree_once(
         self,
-        direction: str,
+        direction: Literal["forward", "recompute"],
         num_experts: int,
         settings: dict[str, object],
         error: str | None,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import types
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -20,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_chunk.dist import DONE, Work, all_to_all
-from mindspeed_chunk.moe.experts import Activation, Experts, Needs, Totals, WeightOperands
+from mindspeed_chunk.moe.activation import Activation
+from mindspeed_chunk.moe.experts import Experts, Needs, Totals, WeightOperands
 from mindspeed_chunk.moe.packing import pack, packed_width, tail
 from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
 from mindspeed_chunk.moe.schedule import Action, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
+from mindspeed_chunk.ops import BackEnd
 
 Result = TypeVar("Result")
 
@@ -46,7 +47,7 @@ class Call:
     lookahead: int
     tokens: tuple[slice, ...]
     group: dist.ProcessGroup | None
-    ops: types.ModuleType
+    ops: BackEnd
     activation: Activation
     needs: Needs
     compute_dtype: torch.dtype
@@ -110,7 +111,7 @@ class Forwarded:
     weight_TK: torch.Tensor
     out_TH: torch.Tensor
     orders: list[torch.Tensor]
-    kept: list[torch.Tensor]
+    kept: list[torch.Tensor | None]
 
 
 def forward(
@@ -215,7 +216,7 @@ def backward(
                 del rows_RH, fc1_RF
                 if needs.input:
                     chunk.send = packed_RW.new_empty((len(packed_RW), packed_width(back_hidden, packed_RW.dtype)))
-                    if needs.weights:
+                    if weight_grad_R is not None:
                         weight_grad_R = ops.regroup_backward(weight_grad_R, groups)
                         tail(chunk.send, back_hidden, weight_dtype).copy_(weight_grad_R)
                     if needs.rows:

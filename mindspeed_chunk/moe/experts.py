@@ -10,15 +10,13 @@ backward also gives the router's gradient, from the unweighted g, without y and 
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Sequence
 
 import torch
 
-from mindspeed_chunk.moe.activation import CustomActivation, SwiGLU
+from mindspeed_chunk.moe.activation import Activation
+from mindspeed_chunk.ops import BackEnd
 from mindspeed_chunk.ops.groups import Groups
-
-Activation = SwiGLU | CustomActivation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Experts:
 
     def __init__(
         self,
-        ops: types.ModuleType,
+        ops: BackEnd,
         activation: Activation,
         fc1: torch.Tensor,
         fc2: torch.Tensor,
@@ -152,6 +150,7 @@ class Experts:
 
     def rows_grad(self, operands: WeightOperands, out_RH: torch.Tensor) -> None:
         """Write the gradient of the rows, from that of fc1's output, in (source, expert) order."""
+        assert operands.grad_fc1_RF is not None  # rows need a gradient
         self._ops.grouped_mm_back(operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), operands.groups, out=out_RH)
 
     def weight_grad(
@@ -159,9 +158,11 @@ class Experts:
     ) -> WeightOperands:
         """Add one chunk's weight gradients to the given totals; return the operands that the other one still needs."""
         if fc1_total_LHF is not None:
+            assert operands.grad_fc1_RF is not None
             self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.groups, fc1_total_LHF)
             operands = dataclasses.replace(operands, grad_fc1_RF=None)
         if fc2_total_LIH is not None:
+            assert operands.activated_RI is not None
             self._ops.grouped_mm_wgrad(operands.activated_RI, operands.grad_rows_RH, operands.groups, fc2_total_LIH)
         return operands
 

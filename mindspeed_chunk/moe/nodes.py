@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,11 +50,11 @@ class _FirstOrder(torch.autograd.Function):
     """An unchanged gradient that raises an error when it is differentiated."""
 
     @staticmethod
-    def forward(ctx, grad):
+    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
         raise RuntimeError(
             "the gradients of an MoE layer cannot be differentiated again: Chunk MoE writes its backward by hand; use "
             "dispatcher: alltoall for second derivatives"
@@ -86,7 +86,9 @@ class Open(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, opened, x_TH, route_TK, weight_TK):
+    def forward(
+        ctx: Any, opened: Opened, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
         ctx.opened = opened
         with torch.autocast(x_TH.device.type, enabled=False):
             opened.walk = Walk(forward(opened.call, opened.plan, x_TH, route_TK, weight_TK))
@@ -95,7 +97,7 @@ class Open(torch.autograd.Function):
     @staticmethod
     @untraced
     @first_order
-    def backward(ctx, token_grad):
+    def backward(ctx: Any, token_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(token_grad.device.type, enabled=False):
             x_grad_TH, weight_grad_TK = ctx.opened.take_over().finish()
         return None, x_grad_TH, None, weight_grad_TK
@@ -109,7 +111,9 @@ class Close(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, opened, token, fc1, fc2, *activation_parameters):
+    def forward(
+        ctx: Any, opened: Opened, token: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         call = opened.call
         with torch.autocast(fc1.device.type, enabled=False):
             done = opened.take_over().finish(call.experts(fc1, fc2))
@@ -123,7 +127,7 @@ class Close(torch.autograd.Function):
     @staticmethod
     @untraced
     @first_order
-    def backward(ctx, grad_TH):
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         opened, call = ctx.opened, ctx.opened.call
         weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
         totals = Totals(call.needs, fc1, fc2, call.activation, call.transposed)

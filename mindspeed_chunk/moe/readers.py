@@ -42,7 +42,7 @@ class Readers(TorchDispatchMode):
         self._all.add(label)
         self._labels.setdefault(tensor.untyped_storage(), set()).add(label)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         labels = set().union(*map(self._of, leaves))
         if any(isinstance(leaf, torch.Tensor) and not _has_storage(leaf) for leaf in leaves):

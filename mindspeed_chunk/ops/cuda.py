@@ -19,35 +19,12 @@ from packaging.version import Version
 
 from mindspeed_chunk.log import say_once
 from mindspeed_chunk.ops import cpu
-from mindspeed_chunk.ops.cpu import (
-    permute,
-    permute_backward,
-    rows_of,
-    rows_of_backward,
-    swiglu,
-    swiglu_backward,
-    unpermute,
-    unpermute_backward,
-)
 from mindspeed_chunk.ops.groups import Groups
 
-__all__ = [
-    "count",
-    "grouped_mm",
-    "grouped_mm_back",
-    "grouped_mm_wgrad",
-    "permute",
-    "permute_backward",
-    "regroup",
-    "regroup_backward",
-    "rows_of",
-    "rows_of_backward",
-    "swiglu",
-    "swiglu_backward",
-    "unpermute",
-    "unpermute_backward",
-]
-
+permute, permute_backward = cpu.permute, cpu.permute_backward
+unpermute, unpermute_backward = cpu.unpermute, cpu.unpermute_backward
+rows_of, rows_of_backward = cpu.rows_of, cpu.rows_of_backward
+swiglu, swiglu_backward = cpu.swiglu, cpu.swiglu_backward
 # 2.10 has it under a public name; 2.8's raises on all devices except one kind, and 2.7 has none.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or (
     getattr(torch, "_grouped_mm", None) if Version(torch.__version__) >= Version("2.9") else None

@@ -16,7 +16,7 @@ from mindspeed_chunk.standalone.config import load_config
 GRACE_S = 5
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Train as the yaml says. Returns the exit code: 0, or 2 after a user's error, reported in one line."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_chunk.standalone", description=__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", help="a yaml of MindSpeed-MM")
@@ -57,14 +57,14 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr, flush=True)
         destroy()
         return 2
-    if metrics and config.metrics_path.is_file():
+    if metrics and config.metrics_path and config.metrics_path.is_file():
         metrics.truncate(0)
     Trainer(prepared).train(metrics)
     destroy()
     return 0
 
 
-def _ranks():
+def _ranks() -> tuple[int, int]:
     """This process's rank, and the number of ranks, as torchrun sets them. Raises ConfigError."""
     rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
@@ -78,14 +78,14 @@ def _ranks():
     return rank, size
 
 
-def _check_meeting():
+def _check_meeting() -> None:
     """Raises ConfigError if a rank has no address of the others."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if "RANK" in os.environ and name not in os.environ:
             raise _lacking(name)
 
 
-def _lacking(name):
+def _lacking(name: str) -> ConfigError:
     return ConfigError(f"environment variable {name}: is not set, but RANK is; start with torchrun")
 
 

@@ -4,14 +4,17 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_chunk.mbs.block import ChunkMBS, wrap_blocks
+from mindspeed_chunk.mbs.block import ChunkMBS, Forward, SideOutputs, wrap_blocks
 from mindspeed_chunk.mbs.offload import ActivationOffload
 from mindspeed_chunk.moe.replay import replay_contexts
+from mindspeed_chunk.standalone.config import Config
+from mindspeed_chunk.standalone.model import Modules
 
 
-def wrap_model(config, modules, side_outputs):
+def wrap_model(config: Config, modules: Modules, side_outputs: list[SideOutputs]) -> ActivationOffload:
     """Wrap the blocks in `modules` as the Config says. Returns the ActivationOffload, for its host buffers.
 
     side_outputs: see ChunkMBS.
@@ -32,5 +35,5 @@ def wrap_model(config, modules, side_outputs):
     return offload
 
 
-def _recomputed(name, module):
+def _recomputed(name: str, module: Module) -> Forward:
     return partial(checkpoint, module.forward, use_reentrant=False, context_fn=replay_contexts)

@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from mindspeed_chunk import files
 from mindspeed_chunk.command import USER_ERROR, run
@@ -18,11 +19,13 @@ from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.wording import one_line
 
 WARM_UP = 2  # the step time leaves out these iterations: the first are slower, and in the second traffic is counted
+Record = dict[str, Any]  # of one iteration
+Runs = dict[str, list[Record]]  # by name
 PHASES = ("forward", "recompute", "backward")
 _WAY_OUT = "give a file that the trainer wrote to standalone.metrics_path"
 
 
-def read_metrics(path):
+def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics file, one per iteration. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -33,7 +36,7 @@ def read_metrics(path):
     return [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _record(line, where):
+def _record(line: str, where: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -49,17 +52,17 @@ def _record(line, where):
     return record
 
 
-def _is_number(value):
+def _is_number(value: object) -> bool:
     """Whether it is a number to compute with; a loss may be nan."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
-def _is_counted(value):
+def _is_counted(value: object) -> bool:
     counts = [value.get(phase) for phase in PHASES] if isinstance(value, dict) else [None]
     return all(isinstance(count, dict) and all(map(_is_number, count.values())) for count in counts)
 
 
-def largest_difference(losses, base):
+def largest_difference(losses: list[float], base: list[float]) -> float:
     """The largest relative difference of two loss curves over the iterations that both have.
 
     Infinite if a loss of `base` alone is 0; nan if one of the two is, or if that of `base` alone is infinite.
@@ -69,7 +72,7 @@ def largest_difference(losses, base):
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def traffic(records, kind):
+def traffic(records: list[Record], kind: str) -> str:
     """Events of a kind per MoE layer: total (forward+recompute+backward), or "-" if nothing was counted."""
     counted = next((record["per_layer"] for record in records if "per_layer" in record), None)
     if counted is None:
@@ -78,8 +81,8 @@ def traffic(records, kind):
     return f"{sum(parts):g} ({'+'.join(f'{part:g}' for part in parts)})"
 
 
-def table(runs):
-    """The table of the runs {name: records}; the others are compared with the first."""
+def table(runs: Runs) -> Table:
+    """The table of the runs; the others are compared with the first."""
     base = [record["loss"] for record in next(iter(runs.values()))]
     rows: list[tuple[str, ...]] = []
     for name, records in runs.items():
@@ -108,13 +111,13 @@ def table(runs):
     )
 
 
-def names(paths):
+def names(paths: list[Path]) -> dict[str, Path]:
     """{name: path} of the runs: the file's name without its ending, or the whole path if two names are equal."""
     stems = [path.stem for path in paths]
     return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
 
 
-def plot(runs, path):
+def plot(runs: Runs, path: Path) -> None:
     """Write the loss curves as a PNG; needs matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -141,7 +144,7 @@ def plot(runs, path):
     files.write_figure(path, figure, "--plot")
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the loss curves")

@@ -4,6 +4,7 @@
 that none is ignored silently. An error is a ConfigError of one line.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ class Config:
     """Everything that the trainer uses.
 
     values: the values of the keys for the trainer in `mindspeed_chunk.keys`, by path.
-    fsdp, ep, model, training: the values of one section, by name; dtypes are torch's names.
+    fsdp, ep, model, training: the values of one section, by name (their types: `keys`); dtypes are torch's names.
     recompute_modules, offload_modules: empty if the feature is off. chunk_mbs: None if it is off.
     """
 
@@ -46,11 +47,11 @@ class Config:
     router_aux_loss_coef: float
     metrics_path: Path | None
 
-    def global_batch_size(self, world_size):
+    def global_batch_size(self, world_size: int) -> int:
         """Samples per optimizer step, over all ranks and micro batches."""
         return self.training.micro_batch_size * self.training.gradient_accumulation_steps * world_size
 
-    def shared(self):
+    def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, by the keys of the yaml: all but paths and what is logged."""
         from mindspeed_chunk.consistency import flatten  # imports torch, which an error in a yaml does not need
 
@@ -61,10 +62,10 @@ class Config:
         }
 
 
-def load_config(path, overrides, world_size):
+def load_config(path: str | Path, overrides: Iterable[str], world_size: int) -> tuple[Config, list[str]]:
     """Read the yaml at `path`, apply the `key.path=value` overrides, and check everything that needs no model.
 
-    Returns (Config, list of warnings). Raises ConfigError.
+    Returns the Config and the warnings. Raises ConfigError.
     """
     content = yaml_text.sections(yaml_text.read(Path(path)), str(path)).data
     for argument in overrides:
@@ -98,7 +99,9 @@ def load_config(path, overrides, world_size):
     return config, [*warnings, *_warnings_of(without_effect)]
 
 
-def _read(content, values, known=keys.SECTIONS, section=""):
+def _read(
+    content: Any, values: dict[str, Any], known: dict[str, Any] = keys.SECTIONS, section: str = ""
+) -> Iterator[tuple[str, str, object]]:
     """Put the values that the trainer reads into `values`, by path. Yields section, path and value of other keys."""
     content = {} if content is None else MAPPING.take(section, content)
     for name, value in content.items():
@@ -116,23 +119,23 @@ def _read(content, values, known=keys.SECTIONS, section=""):
             values[path] = key.trainer.take(path, value)
 
 
-def _used(key):
+def _used(key: Any) -> bool:
     """Whether the trainer reads the key, or a key of the section."""
     if isinstance(key, dict):
         return any(map(_used, key.values()))
     return key is not None and (key.trainer is not None or key.setting)
 
 
-def _section(values, section):
+def _section(values: dict[str, Any], section: str) -> SimpleNamespace:
     paths = {name: f"{section}.{name}" for name in keys.at(section)}
     return SimpleNamespace(**{name: values[path] for name, path in paths.items() if path in values})
 
 
-def _mapping(content, section, plan):
+def _mapping(content: Mapping, section: str, plan: str) -> Mapping:
     return (content.get(section) or {}).get(plan) or {}
 
 
-def _read_chunk_moe(plan, values, warnings):
+def _read_chunk_moe(plan: Mapping, values: dict[str, Any], warnings: list[str]) -> ChunkMoEConfig:
     with catch_warnings(record=True) as caught:
         simplefilter("always")
         chunk_moe = ChunkMoEConfig.from_mapping(plan)
@@ -146,13 +149,13 @@ def _read_chunk_moe(plan, values, warnings):
     return chunk_moe
 
 
-def _read_chunk_mbs(plan, values):
+def _read_chunk_mbs(plan: Mapping, values: dict[str, Any]) -> ChunkMBSConfig | None:
     """The ChunkMBSConfig, or None if the feature is off. Its keys are checked in both cases."""
     ChunkMBSConfig.from_mapping(plan)
     return mbs_checks.read_config(plan) if values[mbs_checks.ENABLE] else None
 
 
-def _chunk_mbs_warnings(config):
+def _chunk_mbs_warnings(config: Config) -> Iterator[str]:
     if config.chunk_mbs is None:
         return
     inner = {_RECOMPUTE: config.recompute_modules or None, _OFFLOAD: config.offload_modules or None}
@@ -160,7 +163,7 @@ def _chunk_mbs_warnings(config):
     yield from _warning_of(mbs_checks.check_memory, inner)
 
 
-def _warning_of(check, *arguments):
+def _warning_of(check: Callable, *arguments: object) -> Iterator[str]:
     """The error of a check as a warning."""
     try:
         check(*arguments)
@@ -168,7 +171,7 @@ def _warning_of(check, *arguments):
         yield str(error)
 
 
-def _warnings_of(without_effect):
+def _warnings_of(without_effect: Iterable[tuple[str, str, object]]) -> Iterator[str]:
     """One warning per key that may be misspelt, and one for all others."""
     others = []
     for section, path, value in without_effect:
@@ -180,7 +183,7 @@ def _warnings_of(without_effect):
         yield one_line(f"without effect in this trainer: {', '.join(others)}")
 
 
-def _override(content, argument):
+def _override(content: dict, argument: str) -> None:
     """Set one `key.path=value` in the mapping `content`; the value is yaml. Raises ConfigError."""
     name, equals, value = argument.partition("=")
     *parents, last = name.split(".")

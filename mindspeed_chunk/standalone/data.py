@@ -18,7 +18,7 @@ _NOT_EVERYWHERE = {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "t
 _TESTS = {"test", "tests"}
 
 
-def standard_library():
+def standard_library() -> list[tuple[str, Path]]:
     """The .py files of the standard library as (relative path, Path), sorted by the former."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -33,7 +33,7 @@ def standard_library():
 class PackedText:
     """An endless stream of samples cut from the whole text: each epoch in another order, which `seed` determines."""
 
-    def __init__(self, sequence_length, seed):
+    def __init__(self, sequence_length: int, seed: int) -> None:
         """Raises ConfigError if the text is shorter than one sample."""
         text = b"".join(path.read_bytes() + b"\0" for _, path in standard_library())
         self.num_samples = len(text) // sequence_length
@@ -46,11 +46,11 @@ class PackedText:
         self._epoch: int | None = None
         self._order: torch.Tensor
 
-    def batch(self, first, size):
+    def batch(self, first: int, size: int) -> torch.Tensor:
         """Samples number `first` to `first + size - 1` of the stream: int64 [size, sequence_length]."""
         return torch.stack([self._samples[self._index(number)] for number in range(first, first + size)]).long()
 
-    def _index(self, number):
+    def _index(self, number: int) -> torch.Tensor:
         epoch, position = divmod(number, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)

@@ -3,12 +3,15 @@
 import copy
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.mbs.block import check_order
@@ -20,6 +23,7 @@ from mindspeed_chunk.moe.checks import check_experts
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher, Dispatcher
 from mindspeed_chunk.names import read_patterns
 from mindspeed_chunk.observe import emit
+from mindspeed_chunk.standalone.config import Config
 from mindspeed_chunk.wording import shown
 
 try:
@@ -33,7 +37,7 @@ except ImportError as error:
 MODEL_TYPE = "qwen3_5_moe"
 
 
-def read_model_config(config, vocabulary):
+def read_model_config(config: Config, vocabulary: int) -> Qwen3_5MoeConfig:
     """The Qwen3_5MoeConfig in the model folder, checked with `config` and the vocabulary size of the data.
 
     Raises ConfigError.
@@ -63,12 +67,12 @@ def read_model_config(config, vocabulary):
     return model_config
 
 
-def _model_error(folder, rule):
+def _model_error(folder: Path, rule: str) -> ConfigError:
     way_out = "give the folder of a Qwen3.5-MoE config or checkpoint"
     return ConfigError.about("model.model_name_or_path", str(folder), rule, way_out)
 
 
-def build_model(config, model_config):
+def build_model(config: Config, model_config: Qwen3_5MoeConfig) -> torch.nn.Module:
     """Qwen3_5MoeForConditionalGeneration in fp32: seeded random weights, or those in the folder; equal on all ranks.
 
     The input is text only, so the vision tower never runs; it is frozen.
@@ -90,7 +94,7 @@ def build_model(config, model_config):
     return model.train()
 
 
-def _check_memory(folder, model_config):
+def _check_memory(folder: Path, model_config: Qwen3_5MoeConfig) -> None:
     """Raises ConfigError if the model cannot be built, or if its fp32 weights do not fit into this machine's memory."""
     try:
         with torch.device("meta"):
@@ -105,7 +109,7 @@ def _check_memory(folder, model_config):
         raise _model_error(folder, rule)
 
 
-def match_modules(model, patterns, path):
+def match_modules(model: torch.nn.Module, patterns: Sequence[str], path: str) -> dict[str, torch.nn.Module]:
     """Modules by name, in the model's order, whose whole name matches one of `patterns`.
 
     Raises ConfigError for a pattern that matches nothing.
@@ -130,7 +134,7 @@ class Modules:
     chunk: dict[str, torch.nn.Module]
 
 
-def find_modules(model, config):
+def find_modules(model: torch.nn.Module, config: Config) -> Modules:
     """Raises ConfigError for a pattern without a match, for experts that are not, or if ChunkMBS cannot work."""
     ep_path = "parallel.ep_plan.apply_modules"
     experts = match_modules(model, config.ep.apply_modules, ep_path)
@@ -151,7 +155,7 @@ def find_modules(model, config):
     return modules
 
 
-def use_dispatcher(experts, config, ep_group):
+def use_dispatcher(experts: Iterable[torch.nn.Module], config: Config, ep_group: dist.ProcessGroup | None) -> None:
     """Replace the experts' forward by a call of the configured dispatcher."""
     for module in experts:
         dispatcher: Dispatcher
@@ -162,7 +166,9 @@ def use_dispatcher(experts, config, ep_group):
         module.forward = partial(_dispatch, module, dispatcher, ep_group)
 
 
-def _dispatch(experts, dispatcher, ep_group, hidden_states, first, second):
+def _dispatch(
+    experts: Any, dispatcher: Dispatcher, ep_group: Any, hidden_states: Tensor, first: Tensor, second: Tensor
+) -> Tensor:
     """experts(rows [T, H], index [T, K], weights [T, K]) -> [T, H], index and weights in either order."""
     index, weights = order_routing(first, second)
     emit("layer", "begin")
@@ -187,24 +193,24 @@ class BalanceLoss:
     runs the routers once more, so logits are recorded only between `start` and `finish`.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self._text_config = model.config.text_config
         self._logits: Any = None
         for module in model.modules():
             if isinstance(module, Qwen3_5MoeTopKRouter):
                 module.register_forward_hook(self._keep)
 
-    def _keep(self, router, args, output):
+    def _keep(self, router: torch.nn.Module, args: object, output: Any) -> None:
         if self._logits is not None:
             self._logits.append(output[0])
 
-    def recorded(self):
+    def recorded(self) -> list[list[Tensor]]:
         """The list to which logits are now recorded, which ChunkMBS puts in order."""
         return [] if self._logits is None else [self._logits]
 
-    def start(self):
+    def start(self) -> None:
         self._logits = []
 
-    def finish(self):
+    def finish(self) -> Any:
         logits, self._logits = tuple(self._logits), None
         return load_balancing_loss_func(logits, self._text_config.num_experts, self._text_config.num_experts_per_tok)

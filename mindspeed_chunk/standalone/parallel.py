@@ -4,9 +4,11 @@ Ranks form a grid [efsdp, ep]: an expert-parallel group is a run of consecutive 
 experts shard them further. Everything else is sharded over all ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ class Meshes:
     ep_size: int
 
 
-def build_meshes(ep_size):
+def build_meshes(ep_size: int) -> Meshes:
     """Collective over all ranks; their number must be a multiple of `ep_size`."""
     world_size = dist.get_world_size()
     grid = init_device_mesh(DEVICE, (world_size // ep_size, ep_size), mesh_dim_names=("efsdp", "ep"))
@@ -41,10 +43,12 @@ def build_meshes(ep_size):
     )
 
 
-def shard_model(model, units, experts, config, meshes):
+def shard_model(
+    model: Module, units: Iterable[Module], experts: Iterable[Module], config: SimpleNamespace, meshes: Meshes
+) -> None:
     """Keep this rank's experts, then apply FSDP2: `experts` over `efsdp`, the other `units` and the rest over `world`.
 
-    units, experts: lists of modules. Every rank must have the same weights when this is called.
+    Every rank must have the same weights when this is called.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype), reduce_dtype=getattr(torch, config.reduce_dtype)
@@ -88,32 +92,32 @@ def hoist_units(block: Module) -> None:
                 block.forward = partial(unit, block.forward)
 
 
-def _call(body, *args, **kwargs):
+def _call(body: Callable, *args: Any, **kwargs: Any) -> Any:
     return body(*args, **kwargs)
 
 
 class _WithoutHooks:
     """Replaces a unit inside its block: calls its original forward; all other attributes are the unit's."""
 
-    def __init__(self, unit):
+    def __init__(self, unit: Any) -> None:
         self._unit, self._forward = unit, unit.forward
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name == "_unit":  # missing while a copy is being made
             raise AttributeError(name)
         return getattr(self._unit, name)
 
 
-def _children_first(module):
+def _children_first(module: Module) -> Iterator[Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
 
 
-def _sum_gradients(module):
+def _sum_gradients(module: Any) -> None:
     """Make FSDP2 reduce with a plain sum; the trainer has the mean over ranks in its loss.
 
     FSDP2 would average over a unit's ranks. But an expert's gradient, too, must be divided by the number of all ranks,
@@ -135,7 +139,7 @@ def _set_prefetch(modules: Iterable[Module], setter: str, count: int) -> None:
         getattr(unit, setter)(units[position + 1 : position + 1 + count])
 
 
-def clip_gradients(parameters, max_norm):
+def clip_gradients(parameters: Iterable[Any], max_norm: float) -> float:
     """Scale the gradients down to `max_norm` (0: never); returns their global norm before that.
 
     No two ranks have the same piece of a parameter, so the sum of the squares of all pieces' norms is the square of the

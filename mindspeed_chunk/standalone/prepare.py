@@ -1,6 +1,7 @@
 """The work of a rank between reading the yaml and joining the process group: model, data, and all their checks."""
 
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 
@@ -23,7 +24,7 @@ class Prepared:
     data: PackedText
 
 
-def prepare(config):
+def prepare(config: Config) -> Prepared:
     """Build the model and the data of a Config. Raises ConfigError, the same on every rank."""
     if config.ep.dispatcher == "chunkmoe":
         try:
@@ -39,7 +40,7 @@ def prepare(config):
     return Prepared(config, model, modules, data)
 
 
-def open_metrics(config):
+def open_metrics(config: Config) -> TextIO | None:
     """The metrics file, open for writing, or None. Its content is not removed yet. Raises ConfigError."""
     path = config.metrics_path
     if path is None:

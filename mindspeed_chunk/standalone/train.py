@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,17 @@ from mindspeed_chunk.standalone.blocks import wrap_model
 from mindspeed_chunk.standalone.log import RunLog, traffic_per_layer
 from mindspeed_chunk.standalone.model import BalanceLoss, use_dispatcher
 from mindspeed_chunk.standalone.parallel import build_meshes, clip_gradients, hoist_units, shard_model
+from mindspeed_chunk.standalone.prepare import Prepared
 
 
 class Trainer:
     """One rank's model, optimizer and position in the stream of samples. Needs an initialised process group."""
 
-    def __init__(self, prepared):
+    def __init__(self, prepared: Prepared) -> None:
         """Changes the prepared model in place: dispatcher, recompute, sharding."""
         config, model, modules = prepared.config, prepared.model, prepared.modules
-        self.config, self.model, self.data = config, model, prepared.data
+        self.config, self.data = config, prepared.data
+        self.model: Any = model  # has the methods of FSDP2, too
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.num_moe_layers = len(modules.experts)
         meshes = build_meshes(config.ep_size)
@@ -44,8 +46,8 @@ class Trainer:
             weight_decay=training.weight_decay,
         )
 
-    def train(self, metrics=None):
-        """Run all iterations; rank 0 logs and writes `metrics`, an open text file or None."""
+    def train(self, metrics: TextIO | None = None) -> None:
+        """Run all iterations; rank 0 logs and writes `metrics`."""
         training = self.config.training
         # Traffic is counted in the second iteration: the first also has events that happen only once.
         counted = min(1, training.train_iters - 1) if self.num_moe_layers else None
@@ -62,7 +64,7 @@ class Trainer:
                     per_layer = traffic_per_layer(events, self.num_moe_layers * training.gradient_accumulation_steps)
                 log.iteration(iteration + 1, losses, grad_norm, elapsed_ms, per_layer)
 
-    def step(self, iteration):
+    def step(self, iteration: int) -> tuple[dict[str, float], float]:
         """One optimizer step. Returns (losses by name, norm of the gradients before clipping)."""
         losses = self.backward(iteration)
         grad_norm = clip_gradients(self.parameters, self.config.training.clip_grad)
@@ -70,7 +72,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return losses, grad_norm
 
-    def backward(self, iteration):
+    def backward(self, iteration: int) -> dict[str, float]:
         """Forward and backward of all micro batches; leaves the gradients of the mean over the global batch.
 
         iteration: counted from 0. Returns the losses of `forward` as floats, means over ranks and micro batches.
@@ -90,7 +92,7 @@ class Trainer:
         dist.all_reduce(means)
         return dict(zip(totals, means.tolist()))
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Losses of int64 [B, S] tokens, fp32 scalars by name.
 
         "loss" is the loss of the training; "aux_loss", if its coefficient is set, is the routers' part without it.

@@ -61,7 +61,9 @@ def load(case: str) -> Callable:
 
 def _with_other_rows(unpermute: Callable) -> Callable:
     @functools.wraps(unpermute)
-    def with_other_rows(permuted_tokens, sorted_indices, probs=None, restore_shape=None, fused=True):
+    def with_other_rows(
+        permuted_tokens: Any, sorted_indices: Any, probs: Any = None, restore_shape: Any = None, fused: bool = True
+    ) -> torch.Tensor:
         missing = sorted_indices.numel() - permuted_tokens.shape[0]
         if missing:
             permuted_tokens = torch.nn.functional.pad(permuted_tokens, (0, 0, 0, missing))

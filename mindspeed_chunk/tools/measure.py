@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.curve: list[tuple[float, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
@@ -67,7 +68,7 @@ class Collectives(TorchDispatchMode):
         self.calls: Counter[tuple[str, int]] = Counter()
         self.nbytes: Counter[tuple[str, int]] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KINDS.get(func._overloadpacket.__name__) if func.namespace == "c10d" else None
         if kind is not None and args[0].is_floating_point():  # plans and agreements are integers
             output, source = args[0], args[1]

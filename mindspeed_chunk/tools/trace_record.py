@@ -101,7 +101,7 @@ class Record:
 def _watching(function: str, events: list[Event], transfers: list[Transfer]) -> Callable:
     original, kind = getattr(dist, function), _WATCHED[function]
 
-    def launch(*args, **kwargs):
+    def launch(*args: Any, **kwargs: Any) -> _Watched | None:
         # the caller has just emitted what it launches for
         event = next((event for event in reversed(events) if event.kind == kind), None)
         name, sent = (event.name, sent_to_others([event])) if event else (kind, 0)
@@ -120,7 +120,7 @@ class _Watched:
         self._work, self._transfer = work, transfer
         work.get_future().add_done_callback(self._done)
 
-    def wait(self, *args):
+    def wait(self, *args: Any) -> Any:
         begin = time.perf_counter()
         result = self._work.wait(*args)
         end = time.perf_counter()

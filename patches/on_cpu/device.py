@@ -32,7 +32,7 @@ class _Stream:
     def synchronize(self) -> None:
         pass
 
-    def record_event(self, event=None):
+    def record_event(self, event: object = None) -> object:
         return _Event() if event is None else event
 
 
@@ -113,7 +113,7 @@ class _UnpinnedTorch(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
-    def empty(self, *args, pin_memory=False, **kwargs):
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return self._torch.empty(*args, **kwargs)
 
 
@@ -121,7 +121,7 @@ def _accelerator(original: Callable, changes: _Changes) -> Callable:
     """The host puts a copy of `torch.accelerator` in its place; that copy then answers for the CPU."""
 
     @functools.wraps(original)
-    def set_accelerator_compatible(fallback_module=None):
+    def set_accelerator_compatible(fallback_module: Any = None) -> None:
         import torch
 
         changes.keep(torch, "accelerator")
@@ -140,7 +140,7 @@ def _integer_histc(original: Callable) -> Callable:
     """Counts of integers on the CPU, where torch knows floating point only."""
 
     @functools.wraps(original)
-    def histc(input, bins=100, min=0, max=0, **kwargs):
+    def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any) -> Any:
         # as the host calls it: ids from 0 to below `bins`, one bin an id
         if input.device.type == "cpu" and not input.is_floating_point() and (min, max) == (0, bins):
             return input.reshape(-1).bincount(minlength=bins)[:bins]
@@ -153,7 +153,7 @@ def _flat_all_gather(original: Callable) -> Callable:
     """gloo takes a flat output only, NCCL and HCCL take `[ranks, ...]` too."""
 
     @functools.wraps(original)
-    def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+    def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         if output_tensor.device.type == "cpu":
             output_tensor, input_tensor = output_tensor.view(-1), input_tensor.contiguous().view(-1)
         return original(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -165,7 +165,7 @@ def _init_without_device(original: Callable) -> Callable:
     """`device_id` must be an accelerator's; the host always gives one."""
 
     @functools.wraps(original)
-    def init_process_group(*args, device_id=None, **kwargs):
+    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:
         if device_id is not None and device_id.type == "cpu":
             log_once(logging.INFO, f"mindspeed_chunk: MindSpeed-MM runs on the CPU, since {settings.DEVICE}=cpu")
         elif device_id is not None:
