@@ -174,16 +174,20 @@ def test_processes_that_a_rank_started_end_with_it(env):
 
 @ROADS
 def test_ranks_end_when_the_parent_is_killed(tmp_path, env):
+    pids, temporary = tmp_path / "pids", tmp_path / "temporary"
+    pids.mkdir()
+    temporary.mkdir()
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import pathlib, launcher, launched\n"
-        f"launcher.run_ranks(launched.sleep_forever, 2, pathlib.Path({str(tmp_path)!r}), env={env!r})\n"
+        f"launcher.run_ranks(launched.sleep_forever, 2, pathlib.Path({str(pids)!r}), env={env!r})\n"
     )
-    # It cannot clean up any more: its folder goes where pytest cleans up.
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    # It cannot clean up any more: its folder goes where pytest cleans up. Python tries that folder with a file of a
+    # random name, which may begin with a digit.
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
-        children = wait_for(lambda: ids if len(ids := [int(p.name) for p in tmp_path.glob("[0-9]*")]) == 2 else None)
+        children = wait_for(lambda: ids if len(ids := [int(p.name) for p in pids.iterdir()]) == 2 else None)
         started = children_of(parent.pid)
         assert all(map(alive, children)) and len(started) >= 2
     finally:
