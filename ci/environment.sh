@@ -33,9 +33,9 @@ make_environment() {
 # make_venv FOLDER: a virtual environment with only pip; an existing one is kept.
 make_venv() {
     local folder=$1 python=${PYTHON:-python3}
-    command -v "$python" >/dev/null || fail "$python: not found; install Python 3.10 to 3.13 or set PYTHON"
-    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
-        fail "$python is $("$python" -V 2>&1): needs Python 3.10 to 3.13; set PYTHON to one"
+    command -v "$python" >/dev/null || fail "$python: not found; install Python 3.11 to 3.13 or set PYTHON"
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
+        fail "$python is $("$python" -V 2>&1): needs Python 3.11 to 3.13; set PYTHON to one"
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
         ensure_venv "$python"
         stage "virtual environment: $folder ($("$python" -V))"
