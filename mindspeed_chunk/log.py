@@ -16,7 +16,8 @@ def say(level: int, text: str, ranks: Collection[int] = (0,)) -> None:
     import torch.distributed as dist
 
     in_group = dist.is_available() and dist.is_initialized()
-    if (dist.get_rank() if in_group else int(os.environ.get("RANK", "0"))) in ranks:
+    # compared as text: a wrong variable is the launcher's to report
+    if (str(dist.get_rank()) if in_group else os.environ.get("RANK", "0")) in map(str, ranks):
         with contextlib.suppress(Exception):  # a handler may fail, for example if stderr is closed; the step must go on
             logger.log(level, "mindspeed_chunk: %s", text)
 

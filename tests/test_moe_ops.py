@@ -161,6 +161,12 @@ def test_products_in_sending_order_are_the_products_put_in_that_order(counts):
     assert torch.equal(strided[:, :6], expected) and strided[:, 6:].isnan().all()
 
 
+def test_a_wrong_rank_in_the_environment_does_not_end_a_line_of_the_log(caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "none")
+    log.say(logging.WARNING, "a line")
+    assert not caplog.records
+
+
 def test_the_chosen_back_end_is_told_once_and_not_before_anybody_can_read_it(caplog, monkeypatch):
     """The host checks its settings, and with them the back end, before it sets the level of its log."""
     monkeypatch.setattr(log, "_said", set())
