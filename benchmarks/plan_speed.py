@@ -28,7 +28,7 @@ from mindspeed_chunk.ops import cpu
 from mindspeed_chunk.ops.groups import Groups
 from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
 from mindspeed_chunk.tools.bench_cases import build
-from mindspeed_chunk.tools.bench_layer import Layer
+from mindspeed_chunk.tools.bench_layer import BenchLayer
 from mindspeed_chunk.tools.layer_command import add_layer_options, check_layer
 from mindspeed_chunk.tools.link import LinkError, bits_per_second
 from mindspeed_chunk.tools.ranks import is_rank, launch
@@ -70,7 +70,8 @@ def parse():
 def measure(options):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layer, small = Layer(options, dist.group.WORLD), Layer(argparse.Namespace(**{**vars(options), **OVERHEAD}), None)
+    layer = BenchLayer(options, dist.group.WORLD)
+    small = BenchLayer(argparse.Namespace(**{**vars(options), **OVERHEAD}), None)
     cases = {n: build(f"rolling:{n}") for n in options.chunks}
     layer.check(list(cases.values()))
     content = device(options, layer, small)

@@ -73,14 +73,14 @@ def all_to_all(
     recv_splits: Sequence[int],
     group: dist.ProcessGroup | None,
     name: str,
-    tail: int = 0,
+    padding_rows: int = 0,
     most: int = 0,
 ) -> tuple[torch.Tensor, Work]:
     """Launch an exchange of rows: `send_splits[p]` of them to rank p, `recv_splits[p]` from it.
 
     Args:
         rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
-        tail: number of zero rows at the end of the result, after those that arrive.
+        padding_rows: number of zero rows at the end of the result, after those that arrive.
         most: the largest number of rows that any rank sends to another one, the same on every rank. Over gloo, messages
             of more than `GLOO_PIECE_BYTES` are then sent in pieces of that size, but in at most 16.
 
@@ -90,10 +90,10 @@ def all_to_all(
         alive.
     """
     num_received = sum(recv_splits)
-    if group_size(group) == 1 and tail == 0 and rows.untyped_storage().nbytes() == rows.nbytes:
+    if group_size(group) == 1 and padding_rows == 0 and rows.untyped_storage().nbytes() == rows.nbytes:
         return rows, DONE
-    received = rows.new_empty((num_received + tail, *rows.shape[1:]))
-    if tail:
+    received = rows.new_empty((num_received + padding_rows, *rows.shape[1:]))
+    if padding_rows:
         received[num_received:].zero_()
     if group_size(group) == 1:
         received[:num_received].copy_(rows)

@@ -25,7 +25,7 @@ from mindspeed_chunk.config import ConfigError
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "point-to-point"
-Groups = tuple[tuple[int, ...], ...]  # ranks of each group
+RankGroups = tuple[tuple[int, ...], ...]  # ranks of each group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +92,14 @@ class Device:
         return self.flops[dtype]
 
 
-class Span(NamedTuple):
+class GroupShape(NamedTuple):
     """Ranks of a group, and how many of them are on one node."""
 
     ranks: int
     per_node: int
 
     @classmethod
-    def of(cls, groups: Groups, devices_per_node: int) -> Span:
+    def of(cls, groups: RankGroups, devices_per_node: int) -> GroupShape:
         """The span of the group that uses the most nodes."""
 
         def widest(group: tuple[int, ...]) -> int:
@@ -114,13 +114,13 @@ class Span(NamedTuple):
         return self.per_node < self.ranks
 
 
-def collective_seconds(kind: str, nbytes: float, span: Span, device: Device) -> float:
+def collective_seconds(kind: str, nbytes: float, span: GroupShape, device: Device) -> float:
     """Seconds of one collective; the module's table explains `nbytes`."""
     inside, between = _parts(kind, nbytes, span)
     return max(device.intra.seconds(inside), device.inter.seconds(between))
 
 
-def _parts(kind: str, nbytes: float, span: Span) -> tuple[float, float]:
+def _parts(kind: str, nbytes: float, span: GroupShape) -> tuple[float, float]:
     """Bytes that one device sends inside its node, and to other nodes."""
     n, d = span
     if n == 1:

@@ -85,7 +85,7 @@ def load(text: str, name: str) -> Content:
         # this also resolves merges in the nodes
         return Content(root, None if root is None else loader.construct_document(root))
     except yaml.YAMLError as error:
-        raise Unreadable(_told(error, name)) from None
+        raise Unreadable(_message(error, name)) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -167,7 +167,7 @@ def _refuse_doubles(loader: _Loader, name: str) -> None:
                 lines[which] = line
 
 
-def _told(error: yaml.YAMLError, name: str) -> str:
+def _message(error: yaml.YAMLError, name: str) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
         return f"{name}: not valid yaml: {' '.join(str(error).split())}"
     mark = error.problem_mark or error.context_mark

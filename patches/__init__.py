@@ -76,7 +76,7 @@ def remove() -> None:
         _hooks = None
     with contextlib.ExitStack() as last_first:  # each of them, even if another one fails
         while _met:
-            last_first.callback(_met.pop(0).take_back)
+            last_first.callback(_met.pop(0).remove)
 
 
 def _on_import(name: str, module: ModuleType) -> None:

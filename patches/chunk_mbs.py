@@ -107,5 +107,5 @@ PATCH = Patch(
     why="arguments that the host does not cut, outputs that it cannot join, settings that it does not check",
     until="the host's own has none of these faults",
     apply=check,
-    asked_by="features.enable_chunk_mbs: true",
+    enabled_by="features.enable_chunk_mbs: true",
 )

@@ -43,7 +43,7 @@ def check(module: ModuleType) -> Undo:
     if names[: len(_FIRST)] != _FIRST or not set(names[len(_FIRST) :]) <= _OPTIONAL:
         raise Drifted(f"ep_forward{signature_of(module.ep_forward)}")
     _SEAM.found(module)
-    return _take_back
+    return _undo
 
 
 def use(group: Any, dispatcher: Callable) -> None:
@@ -53,7 +53,7 @@ def use(group: Any, dispatcher: Callable) -> None:
         _SEAM.replace(_routed)
 
 
-def _take_back() -> None:
+def _undo() -> None:
     _SEAM.forget()
     _dispatchers.clear()
 
@@ -120,5 +120,5 @@ PATCH = Patch(
     why="every model's ep_forward ends there, with its expert-parallel group",
     until="the host has a registry of dispatchers",
     apply=check,
-    asked_by="dispatcher: chunkmoe",
+    enabled_by="dispatcher: chunkmoe",
 )

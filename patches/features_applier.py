@@ -57,5 +57,5 @@ PATCH = Patch(
     why="the host has no ChunkMBS",
     until="26.0 is not supported any more",
     apply=check,
-    asked_by="features.enable_chunk_mbs: true",
+    enabled_by="features.enable_chunk_mbs: true",
 )

@@ -39,10 +39,10 @@ def apply(module: Any) -> Undo:
         raise Drifted(f"no {_NAME}")
     _SEAM.found(module)
     _SEAM.replace(_after_comparison)
-    return _take_back
+    return _undo
 
 
-def _take_back() -> None:
+def _undo() -> None:
     global _arguments, _group
     _SEAM.forget()
     _arguments = _group = None

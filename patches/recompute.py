@@ -58,5 +58,5 @@ PATCH = Patch(
     why="a recompute with other routes than its forward would give wrong gradients, or hang",
     until="the host takes a context_fn",
     apply=check,
-    asked_by="dispatcher: chunkmoe",
+    enabled_by="dispatcher: chunkmoe",
 )

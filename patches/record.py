@@ -47,7 +47,7 @@ class Patch:
         why, until: why it is needed, and when it can be removed.
         apply: changes the module and returns a function that undoes it; raises `NotNeeded` or `Drifted` before any
             change.
-        asked_by: the setting of a run that replaces something; empty for a patch that replaces it on import.
+        enabled_by: the setting of a run that replaces something; empty for a patch that replaces it on import.
         state, detail: the result.
     """
 
@@ -59,7 +59,7 @@ class Patch:
     why: str
     until: str
     apply: Callable[[ModuleType], Undo]
-    asked_by: str = ""
+    enabled_by: str = ""
     state: str = WAITING
     detail: str = ""
     undo: Undo | None = None
@@ -78,7 +78,7 @@ class Patch:
             self.state, self.detail = DRIFTED, found
             log_once(logging.WARNING, f"mindspeed_chunk: {self}; features that need it are not available")
 
-    def take_back(self) -> None:
+    def remove(self) -> None:
         if self.undo is not None:
             self.undo()
         self.state, self.detail, self.undo = WAITING, "", None

@@ -29,7 +29,7 @@ def check(module: ModuleType) -> Undo:
             raise Drifted(f"{name}{signature_of(function)}")
     for seam in _SEAMS.values():
         seam.found(module)
-    return _take_back
+    return _undo
 
 
 def use() -> None:
@@ -59,7 +59,7 @@ def _scaled(module: ModuleType, of_this_rank: bool, original: Callable) -> Calla
     return move
 
 
-def _take_back() -> None:
+def _undo() -> None:
     for seam in _SEAMS.values():
         seam.forget()
 
@@ -73,5 +73,5 @@ PATCH = Patch(
     why="micro-chunks have fewer rows than the host recorded in its first layer",
     until="the host counts rows in each exchange",
     apply=check,
-    asked_by="features.enable_chunk_mbs: true with dispatcher: allgather",
+    enabled_by="features.enable_chunk_mbs: true with dispatcher: allgather",
 )

@@ -126,7 +126,7 @@ def run_ranks(
                     rank.returncode = code
             finally:
                 for rank in ranks:
-                    rank.let_go()
+                    rank.release()
         outcomes = [rank.outcome() for rank in ranks]
     for outcome in outcomes:
         if outcome.output:
@@ -183,7 +183,7 @@ class _Rank:
             with open(stdin), open(self.files.output, "wb") as output:
                 self.process = start(variables, (str(folder), str(rank)), stdin, output)
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
     def running(self):
@@ -199,7 +199,7 @@ class _Rank:
         self.state = state
         os.kill(self.process.pid, signal.SIGUSR1)
 
-    def let_go(self):
+    def release(self):
         os.close(self._lifeline)
 
     def outcome(self):

@@ -43,7 +43,7 @@ def host_device():
 def patch():
     patch = dataclasses.replace(device.PATCHES[0])
     yield patch
-    patch.take_back()
+    patch.remove()
 
 
 @pytest.mark.parametrize("value, warnings", [(None, 0), ("", 0), ("gpu", 1), ("cpu", 0)])
@@ -64,7 +64,7 @@ def test_nothing_is_imported_or_touched_unless_asked_for(monkeypatch, caplog, va
     assert ((dict(vars(module)), [getattr(*where) for where in TORCH]) == before) == (not asked)
     assert sum(settings.DEVICE in record.getMessage() for record in caplog.records) == warnings
     for patch in met:
-        patch.take_back()
+        patch.remove()
 
 
 def test_everything_is_taken_back(patch):
@@ -74,7 +74,7 @@ def test_everything_is_taken_back(patch):
     assert patch.state == APPLIED
     module.set_accelerator_compatible()
     assert all(getattr(*where) is not old for where, old in zip(TORCH, before[1]))
-    patch.take_back()
+    patch.remove()
     assert (dict(vars(module)), [getattr(*where) for where in TORCH], sys.modules["torch.accelerator"]) == before
 
 
@@ -123,7 +123,7 @@ def test_gather_into_rows(patch, monkeypatch):
     rows = torch.zeros(2, 3, dtype=torch.int64)
     dist.all_gather_into_tensor(rows, torch.tensor([1, 2, 3]))
     assert rows.tolist() == [[1, 2, 3], [1, 2, 3]]
-    patch.take_back()  # before monkeypatch takes back its own
+    patch.remove()  # before monkeypatch takes back its own
 
 
 def test_host_buffers_are_not_pinned():
@@ -133,5 +133,5 @@ def test_host_buffers_are_not_pinned():
     patch.on_import(module)
     assert module.torch.empty(2, 3, dtype=torch.int32, pin_memory=True, device="cpu").shape == (2, 3)
     assert module.torch.nn is torch.nn
-    patch.take_back()
+    patch.remove()
     assert module.torch is torch

@@ -58,16 +58,16 @@ def test_memory_of_cutting_and_joining(batch_dim):
 def test_memory_of_a_group_is_free_once_it_is_sent():
     offload = make(late=True)
     modules, alive = blocks(offload, count=3, depths=(1,)), []
-    pack = offload_module._Group.pack
+    pack = offload_module._SavedByCall.pack
 
     def counted(group, tensor):
         packed = pack(group, tensor)
-        if isinstance(packed, offload_module._Saved):
+        if isinstance(packed, offload_module._SavedTensor):
             alive.append((group.name, weakref.ref(tensor.untyped_storage())))
         return packed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_module._Group, "pack", counted)
+        patch.setattr(offload_module._SavedByCall, "pack", counted)
         hidden = rand(ROWS, H).requires_grad_()
         for module in modules:
             hidden = module(hidden * 1)
@@ -177,8 +177,10 @@ def sent(function, *args, before=lambda offload: None):
     plain = torch.autograd.grad(function(first, *args).square().sum(), [first.weight, *args], allow_unused=True)
     found, saved = offload.wrap("first", first), []
     with pytest.MonkeyPatch.context() as patch:
-        send = offload_module._Saved.send
-        patch.setattr(offload_module._Saved, "send", lambda self: saved.append(list(self._like.shape)) or send(self))
+        send = offload_module._SavedTensor.send
+        patch.setattr(
+            offload_module._SavedTensor, "send", lambda self: saved.append(list(self._like.shape)) or send(self)
+        )
         out = found(*args)
         offload.wrap("other", other)(rand(ROWS, H).requires_grad_())
     again = torch.autograd.grad(out.square().sum(), [first.weight, *args], allow_unused=True)

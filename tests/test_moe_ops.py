@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_chunk import log, ops
 from mindspeed_chunk.moe import reference
-from mindspeed_chunk.moe.packing import packed_width, tail
+from mindspeed_chunk.moe.packing import packed_weight, packed_width
 from mindspeed_chunk.ops import BACK_ENDS, cpu
 from mindspeed_chunk.ops.groups import Groups
 
@@ -144,10 +144,10 @@ def test_packed_rows_carry_a_number_of_any_dtype_and_stay_aligned(rows, number):
         packed = torch.zeros(5, width, dtype=rows)
         packed[:, :hidden] = torch.randn(5, hidden).to(rows)
         before, numbers = packed[:, :hidden].clone(), torch.randn(5).to(number)
-        tail(packed, hidden, number).copy_(numbers)
+        packed_weight(packed, hidden, number).copy_(numbers)
         assert torch.equal(packed[:, :hidden], before)
-        assert torch.equal(tail(packed.clone(), hidden, number), numbers)
-    assert tail(torch.zeros(0, packed_width(3, rows), dtype=rows), 3, number).shape == (0,)
+        assert torch.equal(packed_weight(packed.clone(), hidden, number), numbers)
+    assert packed_weight(torch.zeros(0, packed_width(3, rows), dtype=rows), 3, number).shape == (0,)
 
 
 @pytest.mark.parametrize("counts", [[[3, 0, 2], [1, 4, 0]], [[5, 2, 1]], [[2], [3]], [[0, 0], [0, 0]]], ids=str)

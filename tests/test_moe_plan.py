@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from mindspeed_chunk.moe.plan import (
-    Cut,
+    ChunkSlices,
     Gather,
     PendingPlan,
     agree_num_chunks,
@@ -33,20 +33,20 @@ from mindspeed_chunk.ops import cpu
     ],
 )
 def test_chunks_of_a_size_are_contiguous_slices_of_at_most_it(tokens, size, chunks, expected):
-    assert [(s.start, s.stop) for s in Cut(tokens, chunks, size).slices] == expected
+    assert [(s.start, s.stop) for s in ChunkSlices(tokens, chunks, size).slices] == expected
 
 
 def test_chunks_of_a_number_are_equal_up_to_one_token():
-    assert [(s.start, s.stop) for s in Cut(11, 4).slices] == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    assert [(s.start, s.stop) for s in ChunkSlices(11, 4).slices] == [(0, 3), (3, 6), (6, 9), (9, 11)]
     for tokens, chunks in itertools.product(range(40), (1, 2, 3, 4, 7, 16)):
-        sizes = [s.stop - s.start for s in Cut(tokens, chunks).slices]
+        sizes = [s.stop - s.start for s in ChunkSlices(tokens, chunks).slices]
         assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
-        finer = Cut(tokens, 3 * chunks).slices
-        assert [s.start for s in finer[::3]] == [s.start for s in Cut(tokens, chunks).slices]
+        finer = ChunkSlices(tokens, 3 * chunks).slices
+        assert [s.start for s in finer[::3]] == [s.start for s in ChunkSlices(tokens, chunks).slices]
 
 
 def test_every_token_is_counted_in_its_own_chunk():
-    for cut in (Cut(11, 4), Cut(3, 8), Cut(64, 5), Cut(11, 4, 3), Cut(5, 5, 2), Cut(0, 3)):
+    for cut in itertools.starmap(ChunkSlices, [(11, 4), (3, 8), (64, 5), (11, 4, 3), (5, 5, 2), (0, 3)]):
         expected = [c for c, part in enumerate(cut.slices) for _ in range(part.start, part.stop)]
         assert cut.chunk_of(torch.arange(cut.num_tokens)).tolist() == expected
 
@@ -59,7 +59,7 @@ def test_route_marks_what_is_out_of_range_and_what_is_padding():
 
 def gather_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
     route_TK = route(index_TK, num_experts, pad_T)
-    cut = Cut(len(index_TK), num_chunks)
+    cut = ChunkSlices(len(index_TK), num_chunks)
     counts = cpu.count(count_keys(route_TK, cut, num_experts), num_counts(num_chunks, num_experts))
     assert counts.dtype == torch.int64
     none = counts.new_zeros(1)
@@ -68,7 +68,7 @@ def gather_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_d
 
 def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, **agreement):
     gather = gather_of(index_TK, pad_T, num_chunks, num_experts, group, **agreement)
-    return PendingPlan(gather.read, Cut(len(index_TK), num_chunks).slices, group)
+    return PendingPlan(gather.read, ChunkSlices(len(index_TK), num_chunks).slices, group)
 
 
 def inputs_of(rank, tokens, num_experts, top_k):
@@ -131,7 +131,7 @@ def test_plan_without_a_group_needs_no_process_group():
 def merged_plans(rank, world_size):
     inputs = inputs_of(rank, (11, 4), 8, 3)
     counts = gather_of(*inputs, 6, 8, dist.group.WORLD).read()
-    slices = Cut(len(inputs[0]), 6).slices
+    slices = ChunkSlices(len(inputs[0]), 6).slices
     fine = plan_chunks(counts, slices, rank)
     for chunks in (1, 2, 3, 6):
         tokens, run = merged(slices, chunks), 6 // chunks

@@ -31,7 +31,7 @@ def test_rows_that_the_host_has_noted_follow_the_micro_chunk(monkeypatch):
     assert gather([0] * 20, "group") == scatter([0] * 32, "group", False) == [12, 20]
     assert gather([0] * 10, "group") == module.EP_RANK_SEQ_LENS == [6, 10]
     assert gather.__wrapped__ is before["_gather_along_first_dim"]
-    patch.take_back()
+    patch.remove()
     assert dict(vars(module)) == before | {"EP_RANK_SEQ_LENS": [6, 10]}
 
 

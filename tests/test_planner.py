@@ -14,10 +14,10 @@ from launcher import HANG_S
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
 from mindspeed_chunk.planner import (
+    GroupShape,
     LayerShape,
     Link,
     Sharding,
-    Span,
     balanced_rows,
     best_num_chunks,
     chunk_times,
@@ -102,16 +102,16 @@ def test_every_device_names_its_sources_and_a_file_has_units(tmp_path):
 
 def test_collectives_take_the_slower_link():
     device = load_device("h100")
-    assert collective_seconds(ALL_GATHER, 450e9, Span(8, 8), device) == pytest.approx(7 / 8)
-    assert collective_seconds(ALL_GATHER, 450e9, Span(64, 8), device) == pytest.approx(450 * 7 / 8 / 8 / 50)
-    assert collective_seconds(ALL_REDUCE, 50e9, Span(8, 1), device) == pytest.approx(2 * 7 / 8)
-    assert collective_seconds(ALL_TO_ALL, 50e9, Span(16, 8), device) == pytest.approx(1 / 2)
-    assert collective_seconds(ALL_TO_ALL, 1e9, Span(1, 1), device) == 0
+    assert collective_seconds(ALL_GATHER, 450e9, GroupShape(8, 8), device) == pytest.approx(7 / 8)
+    assert collective_seconds(ALL_GATHER, 450e9, GroupShape(64, 8), device) == pytest.approx(450 * 7 / 8 / 8 / 50)
+    assert collective_seconds(ALL_REDUCE, 50e9, GroupShape(8, 1), device) == pytest.approx(2 * 7 / 8)
+    assert collective_seconds(ALL_TO_ALL, 50e9, GroupShape(16, 8), device) == pytest.approx(1 / 2)
+    assert collective_seconds(ALL_TO_ALL, 1e9, GroupShape(1, 1), device) == 0
     # two nodes of four and a fast link between: each device gets its mates' S / 4 inside, three times
     device = dataclasses.replace(device, inter=Link(rate=450e10))
     for kind, times in ((ALL_GATHER, 1), (REDUCE_SCATTER, 1), (ALL_REDUCE, 2)):
-        assert collective_seconds(kind, 450e9, Span(8, 4), device) == pytest.approx(times * 3 / 4)
-        assert collective_seconds(kind, 450e9, Span(8, 1), device) == pytest.approx(times * 7 / 8 / 10)
+        assert collective_seconds(kind, 450e9, GroupShape(8, 4), device) == pytest.approx(times * 3 / 4)
+        assert collective_seconds(kind, 450e9, GroupShape(8, 1), device) == pytest.approx(times * 7 / 8 / 10)
 
 
 def test_all_ranks_shards_add_up_to_the_model():

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from mindspeed_chunk.hardware import Span
+from mindspeed_chunk.hardware import GroupShape
 from mindspeed_chunk.planner.layout import KINDS, Layout, layouts
 
 
@@ -81,10 +81,10 @@ def test_layouts_keep_to_the_model():
 
 
 def test_spans():
-    assert Span.of(Layout(dp=64).groups("dp_cp"), 8) == Span(64, 8)
-    assert Span.of(Layout(ep=8, dp=64).groups("ep"), 8) == Span(8, 8)
-    assert Span.of(Layout(ep=8, dp=64).groups("edp"), 8) == Span(8, 1)
-    assert Span.of(Layout(tp=8, dp=2, pp=4).groups("pp"), 8) == Span(4, 1)
+    assert GroupShape.of(Layout(dp=64).groups("dp_cp"), 8) == GroupShape(64, 8)
+    assert GroupShape.of(Layout(ep=8, dp=64).groups("ep"), 8) == GroupShape(8, 8)
+    assert GroupShape.of(Layout(ep=8, dp=64).groups("edp"), 8) == GroupShape(8, 1)
+    assert GroupShape.of(Layout(tp=8, dp=2, pp=4).groups("pp"), 8) == GroupShape(4, 1)
 
 
 def test_spans_are_those_of_the_groups():
@@ -95,7 +95,7 @@ def test_spans_are_those_of_the_groups():
             for kind in KINDS:
                 groups = layout.groups(kind)
                 for devices in (1, 2, 3, 5, 8, 16, 64):
-                    assert layout.span(kind, devices) == Span.of(groups, devices), (layout, kind, devices)
+                    assert layout.span(kind, devices) == GroupShape.of(groups, devices), (layout, kind, devices)
                     checked += 1
     assert checked > 10_000
 

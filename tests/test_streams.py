@@ -102,17 +102,17 @@ OFFLOAD_SABOTAGE = {
         "copy_ on a side stream reads what",
     ),
     "the wait before a tensor goes": (
-        taken_away(mbs_offload._Saved, "let_go", lambda original: let_go_at_once),
+        taken_away(mbs_offload._SavedTensor, "release", lambda original: release_at_once),
         "freed while copy_ on a side stream uses it",
     ),
     "the wait when a graph is dropped": (
-        taken_away(mbs_offload._Saved, "__del__", nothing),
+        taken_away(mbs_offload._SavedTensor, "__del__", nothing),
         "freed while copy_ on a side stream uses it",
     ),
 }
 
 
-def let_go_at_once(saved):
+def release_at_once(saved):
     if saved._host is not None:
         saved._tensor = None
 

@@ -54,7 +54,7 @@ def bytes_to_others(layer, case):
 
 def on_ranks(rank, world_size, options):
     """What a rank finds: bytes with and without pieces, errors of good cases, the message of a broken one, memory."""
-    layer = bench_layer.Layer(options, dist.group.WORLD)
+    layer = bench_layer.BenchLayer(options, dist.group.WORLD)
     small = mock.patch.object(wire, "GLOO_PIECE_BYTES", 512)
     plain, pieces = build("rolling:1:whole"), build("rolling:1")._replace(around=small)
     layer.run(plain), layer.run(pieces)  # the agreements
@@ -272,7 +272,7 @@ def test_names_of_cases(monkeypatch, tmp_path):
 
 
 def with_a_shared_expert(rank, world_size, options):
-    layer = bench_layer.Layer(options, dist.group.WORLD)
+    layer = bench_layer.BenchLayer(options, dist.group.WORLD)
     errors = layer.check([build("rolling:2"), build("rolling:2:fill"), build("rolling:2:ahead2")])
     told, shared = [], layer._shared_expert
     layer._shared_expert = lambda: emit("shared", "expert") or shared()

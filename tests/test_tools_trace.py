@@ -14,15 +14,15 @@ from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.moe.schedule import render
 from mindspeed_chunk.tools import trace, trace_files, trace_record
 from mindspeed_chunk.tools.bench_cases import build
-from mindspeed_chunk.tools.bench_layer import Layer
-from mindspeed_chunk.tools.trace_record import COMPUTE, Pass, Record, Transfer, lay_out, summarise
+from mindspeed_chunk.tools.bench_layer import BenchLayer
+from mindspeed_chunk.tools.trace_record import COMPUTE, Pass, Recording, Transfer, lay_out, summarise
 from test_tools_bench import importable, layer_options
 
 SIZES = ("--tokens", "64", "--hidden", "16", "--intermediate", "8", "--experts", "4", "--top-k", "2")
 
 
 def record_on_ranks(rank, world_size, options):
-    layer, case = Layer(options, dist.group.WORLD), build("rolling:3")
+    layer, case = BenchLayer(options, dist.group.WORLD), build("rolling:3")
     layer.run(case)
     return dataclasses.asdict(trace.record_call(layer, case))
 
@@ -30,7 +30,7 @@ def record_on_ranks(rank, world_size, options):
 @pytest.fixture(scope="module")
 def records():
     found = run_ranks(record_on_ranks, 2, layer_options())
-    return [Record.read(json.loads(json.dumps(told))) for told in found]
+    return [Recording.read(json.loads(json.dumps(told))) for told in found]
 
 
 def synthetic():

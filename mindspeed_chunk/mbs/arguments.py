@@ -35,7 +35,7 @@ class CannotCut(ValueError):
     """The arguments of this call cannot be cut into micro-chunks; the message is one line."""
 
 
-class Cut:
+class CutArguments:
     """The arguments of one call, cut: `micro(c)` has those of micro-chunk c.
 
     Attributes:
@@ -93,7 +93,7 @@ class Cutter:
         by_index = [self._names[i] if i < len(self._names) else f"args[{i}]" for i in config.chunk_arg_indexs]
         self._named = (*by_index, *config.chunk_kwarg_names)
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CutArguments:
         """Decide on every argument.
 
         Raises:
@@ -109,7 +109,7 @@ class Cutter:
         self._check_batch(paths[hidden], leaves[hidden], batch)
         size = self._config.chunk_mbs
         if batch <= size:
-            return Cut(leaves, spec, {}, hidden, self._config.batch_dim, max(1, batch))
+            return CutArguments(leaves, spec, {}, hidden, self._config.batch_dim, max(1, batch))
         places = {}
         for position, (root, path, leaf) in enumerate(zip(roots, paths, leaves, strict=True)):
             place = self._place(root, path, leaf, leaves[hidden])
@@ -120,7 +120,7 @@ class Cutter:
         whole = [path for p, path in enumerate(paths) if p not in places and isinstance(leaves[p], torch.Tensor)]
         cut = ", ".join(paths[position] for position in places)
         say_once(logging.INFO, f"ChunkMBS cuts {cut}; passed whole: {', '.join(whole) or 'none'}")
-        return Cut(leaves, spec, places, hidden, self._config.batch_dim, size)
+        return CutArguments(leaves, spec, places, hidden, self._config.batch_dim, size)
 
     def _find_hidden(self, roots: list[str], leaves: list[Any]) -> int:
         """The tensor that determines the batch size: the first named one, otherwise the first tensor."""
@@ -229,7 +229,7 @@ class Cutter:
 class Joined:
     """The output of a block, joined while its micro-chunks run: one buffer per tensor, each part written once."""
 
-    def __init__(self, cut: Cut, batch_dim: int) -> None:
+    def __init__(self, cut: CutArguments, batch_dim: int) -> None:
         self._cut, self._dim = cut, batch_dim
         self._spec: TreeSpec
         self._leaves: list[Any] = []
@@ -248,7 +248,7 @@ class Joined:
             self._leaves = [self._buffer(part, length) for part in parts]
         elif spec != self._spec:
             raise CannotCut(
-                f"a micro-chunk's output is {_told(spec)}, expected {_told(self._spec)} as in the first one"
+                f"a micro-chunk's output is {_described(spec)}, expected {_described(self._spec)} as in the first one"
             )
         start = self._next * self._cut.lengths[0]
         for position, (whole, part) in enumerate(zip(self._leaves, parts, strict=True)):
@@ -257,7 +257,7 @@ class Joined:
                 self._check(whole, part, length * rows)
                 self._leaves[position] = _Write.apply(whole, part, self._dim, start * rows)
             elif not _equal(part, whole):
-                raise CannotCut(f"outputs of two micro-chunks differ: {_told(whole)} and {_told(part)}")
+                raise CannotCut(f"outputs of two micro-chunks differ: {_described(whole)} and {_described(part)}")
         self._next += 1
 
     def whole(self) -> Any:
@@ -293,7 +293,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"
     return shown(value)

@@ -18,7 +18,7 @@ from torch import nn
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
 from mindspeed_chunk.device import HostCopy, untraced
 from mindspeed_chunk.dist import all_gather
-from mindspeed_chunk.mbs.arguments import CannotCut, Cut, Cutter, Joined, pair_up
+from mindspeed_chunk.mbs.arguments import CannotCut, CutArguments, Cutter, Joined, pair_up
 from mindspeed_chunk.mbs.checks import BLOCKS
 from mindspeed_chunk.observe import emit
 
@@ -70,16 +70,16 @@ class ChunkMBS:
 
         return chunked
 
-    def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut:
+    def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CutArguments:
         """Cut. At the first block of a pass, ranks compare their numbers of micro-chunks before any of them runs."""
-        found: Cut | CannotCut
+        found: CutArguments | CannotCut
         try:
             found = cutter.cut(args, kwargs)
         except CannotCut as problem:
             found = CannotCut(f"ChunkMBS, {name}: {problem}")
         if name == self._first and self._group is not None:
             device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-            self._agree(name, len(found.lengths) if isinstance(found, Cut) else -1, device, self._group)
+            self._agree(name, len(found.lengths) if isinstance(found, CutArguments) else -1, device, self._group)
         if isinstance(found, CannotCut):
             raise found
         return found
@@ -97,7 +97,7 @@ class ChunkMBS:
                 "every rank the same batch size (data.dataloader_param.drop_last: true)"
             )
 
-    def _run(self, name: str, forward: Forward, cut: Cut) -> Any:
+    def _run(self, name: str, forward: Forward, cut: CutArguments) -> Any:
         joined, recorded = Joined(cut, self.config.batch_dim), _Recorded(name, self._side_outputs)
         for c in range(len(cut.lengths)):
             emit("micro_chunk", name, index=c, of=len(cut.lengths))

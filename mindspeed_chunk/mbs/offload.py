@@ -55,7 +55,7 @@ class ActivationOffload:
     def __init__(self) -> None:
         self.pool = HostPool()
         self._lane: CopyLane | None = None
-        self._last: Callable[[], _Group | None] = lambda: None
+        self._last: Callable[[], _SavedByCall | None] = lambda: None
 
     def wrap(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """The module's forward, which offloads the tensors that it saves."""
@@ -68,33 +68,33 @@ class ActivationOffload:
                 return forward(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             with (
-                self._group(name, module, tensors) as group,
+                self._saved_by_call(name, module, tensors) as group,
                 torch.autograd.graph.saved_tensors_hooks(group.pack, _unpack),
             ):
                 return forward(*args, **kwargs)
 
         return offloaded
 
-    def _group(self, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> _Group:
+    def _saved_by_call(self, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> _SavedByCall:
         if self._lane is None and arguments:
             self._lane = CopyLane(arguments[0].device)
-        return _Group(self, name, module, arguments)
+        return _SavedByCall(self, name, module, arguments)
 
 
-class _Group:
+class _SavedByCall:
     """The tensors that one call saved. The graph owns them; they are freed with it."""
 
     def __init__(self, offload: ActivationOffload, name: str, module: nn.Module, arguments: list[torch.Tensor]) -> None:
         self.offload, self.name, self._module = offload, name, module
-        self.saved: list[weakref.ref[_Saved]] = []
-        self._same: dict[tuple, weakref.ref[_Saved]] = {}
+        self.saved: list[weakref.ref[_SavedTensor]] = []
+        self._same: dict[tuple, weakref.ref[_SavedTensor]] = {}
         self._weights: set[int] | None = None
-        self.before: Callable[[], _Group | None] = offload._last
+        self.before: Callable[[], _SavedByCall | None] = offload._last
         self._kept = {_storage(tensor) for tensor in arguments[1:]}
         if arguments and arguments[0].untyped_storage().nbytes() != arguments[0].nbytes:
             self._kept.add(_storage(arguments[0]))  # a part of a larger tensor, which stays
 
-    def __enter__(self) -> _Group:
+    def __enter__(self) -> _SavedByCall:
         before = self.before()
         if before is not None:
             before.send()
@@ -104,7 +104,7 @@ class _Group:
         # the copy started with this group, so it had all this time
         before = self.before()
         if before is not None:
-            before.let_go()
+            before.release()
         self._same.clear()
         self._kept.clear()
         self._weights = None
@@ -112,7 +112,7 @@ class _Group:
             self.offload._last = weakref.ref(self)
 
     @untraced
-    def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
+    def pack(self, tensor: torch.Tensor) -> _Kept | _SavedTensor:
         lane = self.offload._lane
         leaves = lane is not None and self._leaves(tensor, lane.device)
         # detached: a tensor that its own op saves would hold its graph, which holds the tensor
@@ -122,7 +122,7 @@ class _Group:
         key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         saved = self._same.get(key, lambda: None)()
         if saved is None:
-            saved = _Saved(self, tensor, lane)
+            saved = _SavedTensor(self, tensor, lane)
             self.saved.append(weakref.ref(saved))
             self._same[key] = weakref.ref(saved)
         saved.uses += 1
@@ -148,16 +148,16 @@ class _Group:
             self._weights = weights
         return _storage(tensor) in self._weights
 
-    def _alive(self) -> Iterable[_Saved]:
+    def _alive(self) -> Iterable[_SavedTensor]:
         return [saved for reference in self.saved if (saved := reference()) is not None]
 
     def send(self) -> None:
         for saved in self._alive():
             saved.send()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for saved in self._alive():
-            saved.let_go()
+            saved.release()
 
     def fetch(self) -> None:
         for saved in self._alive():
@@ -175,11 +175,11 @@ class _Kept:
         return self._tensor
 
 
-class _Saved:
+class _SavedTensor:
     """A saved tensor: on the device, on the host, or being copied."""
 
-    def __init__(self, group: _Group, tensor: torch.Tensor, lane: CopyLane) -> None:
-        self._group, self._lane = group, lane
+    def __init__(self, group: _SavedByCall, tensor: torch.Tensor, lane: CopyLane) -> None:
+        self._saved_by_call, self._lane = group, lane
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
         self._host: torch.Tensor | None = None
@@ -192,18 +192,18 @@ class _Saved:
         if self._host is not None:
             # if the graph was dropped early, a copy may still be running
             self._work.wait()
-            self._group.offload.pool.give(self._host)
+            self._saved_by_call.offload.pool.give(self._host)
 
     def send(self) -> None:
-        """Start the copy to the host; the tensor stays until `let_go`."""
+        """Start the copy to the host; the tensor stays until `release`."""
         if self._host is not None or self._tensor is None:
             return
-        offload, tensor = self._group.offload, self._tensor
+        offload, tensor = self._saved_by_call.offload, self._tensor
         self._host = offload.pool.take(tensor.nbytes, tensor.device)
         self._work = self._lane.copy(self._view(self._host), tensor)
-        emit("offload", self._group.name, to="host", bytes=tensor.nbytes)
+        emit("offload", self._saved_by_call.name, to="host", bytes=tensor.nbytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the tensor on the device, after the copy to the host."""
         if self._host is not None and self._tensor is not None:
             self._work.wait()
@@ -217,12 +217,12 @@ class _Saved:
         self._tensor = torch.empty_like(self._like, device=self._lane.device)
         self._work = self._lane.copy(self._tensor, self._view(self._host))
         self._version = self._tensor._version
-        emit("offload", self._group.name, to="device", bytes=self._tensor.nbytes)
+        emit("offload", self._saved_by_call.name, to="device", bytes=self._tensor.nbytes)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, for the backward. The first one of a group also starts the fetch of the group before."""
         self.fetch()
-        before = self._group.before()
+        before = self._saved_by_call.before()
         if before is not None:
             before.fetch()
         self._work.wait()
@@ -238,7 +238,7 @@ class _Saved:
 
     def _checked(self) -> torch.Tensor:
         assert self._tensor is not None  # here, or fetched
-        _check_version(self._group.name, self._tensor, self._version)
+        _check_version(self._saved_by_call.name, self._tensor, self._version)
         return self._tensor
 
 
@@ -250,7 +250,7 @@ def _check_version(name: str, tensor: torch.Tensor, version: int) -> None:
 
 
 @untraced
-def _unpack(packed: _Kept | _Saved) -> torch.Tensor:
+def _unpack(packed: _Kept | _SavedTensor) -> torch.Tensor:
     return packed.unpack()
 
 

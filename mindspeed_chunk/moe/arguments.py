@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_chunk.dist import group_size
 from mindspeed_chunk.moe.activation import trainable_parameters
-from mindspeed_chunk.moe.experts import Needs
+from mindspeed_chunk.moe.experts import NeedsGrad
 
 WEIGHT_LAYOUTS = ("LHF", "LFH")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -90,13 +90,13 @@ class Arguments:
     def pad_T(self) -> torch.Tensor | None:
         return self.seq_mask.reshape(-1) == 0 if self.skip_pad and self.seq_mask is not None else None
 
-    def needs(self) -> Needs:
+    def needs(self) -> NeedsGrad:
         if not torch.is_grad_enabled():
-            return Needs(False, False, False, False, False)
+            return NeedsGrad(False, False, False, False, False)
         rows, weights, fc1, fc2 = (
             tensor.requires_grad for tensor in (self.x_TH, self.routing_weights, self.fc1, self.fc2)
         )
-        return Needs(rows, weights, fc1, fc2, activation=bool(trainable_parameters(self.activation)))
+        return NeedsGrad(rows, weights, fc1, fc2, activation=bool(trainable_parameters(self.activation)))
 
     def problem(self) -> str | None:
         """The fault, in one line, or None. Looks only at shapes, dtypes and devices."""

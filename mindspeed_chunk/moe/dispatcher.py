@@ -32,7 +32,7 @@ from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
 from mindspeed_chunk.moe.plan import (
-    Cut,
+    ChunkSlices,
     Gather,
     PendingPlan,
     agree_num_chunks,
@@ -41,7 +41,7 @@ from mindspeed_chunk.moe.plan import (
     num_counts,
     route,
 )
-from mindspeed_chunk.moe.replay import backward_follows, recall, refuse_unreplayed, reroute, write_down
+from mindspeed_chunk.moe.replay import backward_follows, recall, record, refuse_unreplayed, reroute
 from mindspeed_chunk.observe import emit
 
 __all__ = ["ChunkMoEDispatcher"]
@@ -125,7 +125,7 @@ class Dispatcher(ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decided:
+class PlannedCall:
     """The decisions of a layer call in its forward, which its recomputes use again.
 
     Attributes:
@@ -176,9 +176,9 @@ class ChunkMoEDispatcher(Dispatcher):
             refuse_unreplayed()
             decided = self._plan(arguments)
             out_TH = self._run(arguments, decided, output=True)
-            write_down(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
+            record(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
             return out_TH
-        kept: Decided = recalled.entry
+        kept: PlannedCall = recalled.entry
         if torch.is_grad_enabled() and not kept.grad:
             # after the forward of a reentrant checkpoint: only now it is known which gradients are needed
             settings = self._settings(arguments)
@@ -224,7 +224,7 @@ class ChunkMoEDispatcher(Dispatcher):
                 ranks=(0, min(rerouted)),
             )
 
-    def _plan(self, arguments: Arguments) -> Decided:
+    def _plan(self, arguments: Arguments) -> PlannedCall:
         """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it finds.
 
         If the counts decide on the number of chunks, this waits for them, before the first rows are permuted.
@@ -265,18 +265,20 @@ class ChunkMoEDispatcher(Dispatcher):
             num_chunks = self._num_chunks.choose(fine.all_RNE, arguments, back_end)
             tokens, read = merged(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
         plan = PendingPlan(read, tokens, group)
-        return Decided(plan, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
+        return PlannedCall(plan, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
 
-    def _chunks(self, num_tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Cut, bool]:
+    def _chunks(
+        self, num_tokens: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[ChunkSlices, bool]:
         """The chunks of a call, and whether its counts decide how many of them are merged."""
         number, size = self.config.moe_num_chunks, self.config.moe_chunk_size
         if size and not number:
-            return Cut(num_tokens, agree_num_chunks(num_tokens, size, group, device), size), False
+            return ChunkSlices(num_tokens, agree_num_chunks(num_tokens, size, group, device), size), False
         if 0 < num_tokens < number and torch.is_grad_enabled():
             self._warn_of_empty_chunks(num_tokens)
-        return Cut(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
+        return ChunkSlices(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
 
-    def _run(self, arguments: Arguments, decided: Decided, *, output: bool) -> torch.Tensor:
+    def _run(self, arguments: Arguments, decided: PlannedCall, *, output: bool) -> torch.Tensor:
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
@@ -298,7 +300,7 @@ class ChunkMoEDispatcher(Dispatcher):
             opened.take_over().abandon()
             raise
         if not output:
-            decided.draws.pass_over()
+            decided.draws.skip()
         out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *call.activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:

@@ -32,7 +32,7 @@ class Draws:
         if chunk in self._by_chunk:
             with self.again(chunk):
                 yield
-            self._pass_over(chunk)
+            self._skip(chunk)
             return
         before = generator_states(self._device)
         yield
@@ -50,12 +50,12 @@ class Draws:
             set_generator_states(self._by_chunk[chunk][0], self._device)
             yield
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """In a recompute without the activation: set the generators to their state after the forward."""
         for chunk in self._by_chunk:  # in the order of the draws
-            self._pass_over(chunk)
+            self._skip(chunk)
 
-    def _pass_over(self, chunk: int) -> None:
+    def _skip(self, chunk: int) -> None:
         """Move the generators from their state before the chunk's draws to their state after them.
 
         In any other state they stay: a checkpoint with `preserve_rng_state=False` also draws other numbers around the

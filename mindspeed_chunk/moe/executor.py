@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from mindspeed_chunk.dist import DONE, Work, all_to_all
 from mindspeed_chunk.moe.activation import Activation
-from mindspeed_chunk.moe.experts import Experts, Needs, Totals, WeightOperands
-from mindspeed_chunk.moe.packing import pack, packed_width, tail
+from mindspeed_chunk.moe.experts import Experts, NeedsGrad, Totals, WeightOperands
+from mindspeed_chunk.moe.packing import pack, packed_weight, packed_width
 from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
 from mindspeed_chunk.moe.schedule import Action, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
@@ -49,7 +49,7 @@ class Call:
     group: dist.ProcessGroup | None
     ops: BackEnd
     activation: Activation
-    needs: Needs
+    needs: NeedsGrad
     compute_dtype: torch.dtype
     transposed: bool
     keep: str
@@ -196,7 +196,7 @@ def backward(
                 parts = [grad_TH[tokens]] if x_TH is None else [grad_TH[tokens], x_TH[tokens]]
                 packed_TW = pack(parts, call.compute_dtype)
                 chunk.send = ops.unpermute_backward(packed_TW, orders[c], top_k)
-                tail(chunk.send, out_hidden, weight_dtype).copy_(ops.rows_of(weight_TK[tokens], orders[c]))
+                packed_weight(chunk.send, out_hidden, weight_dtype).copy_(ops.rows_of(weight_TK[tokens], orders[c]))
                 del parts, packed_TW
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
@@ -209,7 +209,7 @@ def backward(
                     rows_RH, fc1_RF = kept[c], None
                 else:
                     rows_RH, fc1_RF = kept[2 * c : 2 * c + 2]
-                grad_RH, weight_R = packed_RW[:, :hidden], tail(packed_RW, out_hidden, weight_dtype)
+                grad_RH, weight_R = packed_RW[:, :hidden], packed_weight(packed_RW, out_hidden, weight_dtype)
                 chunk.operands, weight_grad_R = experts.input_grad(
                     grad_RH, weight_R, rows_RH, fc1_RF, groups, c, needs, totals.activation
                 )
@@ -218,7 +218,7 @@ def backward(
                     chunk.send = packed_RW.new_empty((len(packed_RW), packed_width(back_hidden, packed_RW.dtype)))
                     if weight_grad_R is not None:
                         weight_grad_R = ops.regroup_backward(weight_grad_R, groups)
-                        tail(chunk.send, back_hidden, weight_dtype).copy_(weight_grad_R)
+                        packed_weight(chunk.send, back_hidden, weight_dtype).copy_(weight_grad_R)
                     if needs.rows:
                         experts.rows_grad(chunk.operands, chunk.send[:, :back_hidden])
                 else:
@@ -246,7 +246,7 @@ def backward(
                     x_grad_TH[tokens] = grad_TW[:, :hidden]
                     del grad_TW
                 if weight_grad_TK is not None:
-                    weight_grad_R = tail(received_RW, back_hidden, weight_dtype)
+                    weight_grad_R = packed_weight(received_RW, back_hidden, weight_dtype)
                     ops.rows_of_backward(weight_grad_R, orders[c], weight_grad_TK[tokens])
                     del weight_grad_R
                 del received_RW

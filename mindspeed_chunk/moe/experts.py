@@ -20,7 +20,7 @@ from mindspeed_chunk.ops.groups import Groups
 
 
 @dataclasses.dataclass(frozen=True)
-class Needs:
+class NeedsGrad:
     """Which gradients a layer call must compute."""
 
     rows: bool
@@ -62,7 +62,9 @@ class Totals:
         activation: of each parameter that needs one.
     """
 
-    def __init__(self, needs: Needs, fc1: torch.Tensor, fc2: torch.Tensor, activation: Activation, transposed: bool):
+    def __init__(
+        self, needs: NeedsGrad, fc1: torch.Tensor, fc2: torch.Tensor, activation: Activation, transposed: bool
+    ):
         self._fc1 = _zeros(fc1) if needs.fc1 else None
         self._fc2 = _zeros(fc2) if needs.fc2 else None
         self.fc1_LHF = None if self._fc1 is None else as_rows_times(self._fc1, transposed)
@@ -121,7 +123,7 @@ class Experts:
         fc1_RF: torch.Tensor | None,
         groups: Groups,
         chunk: int,
-        needs: Needs,
+        needs: NeedsGrad,
         activation_totals: Sequence[torch.Tensor],
     ) -> tuple[WeightOperands, torch.Tensor | None]:
         """The operands of the weight gradients, and the gradients of the router weights `[R]`, if these are needed.

@@ -37,7 +37,7 @@ def pack(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return packed_TW
 
 
-def tail(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+def packed_weight(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of the packed rows, a view `[R]` of `dtype`."""
     return packed_RW.view(dtype)[:, _tail_start(hidden, packed_RW.element_size()) // dtype.itemsize]
 

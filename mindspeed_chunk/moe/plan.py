@@ -48,7 +48,7 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSlices:
     """How the tokens of a call are cut into contiguous chunks.
 
     Without a chunk size, their sizes differ by at most one token, and each is a union of the chunks of a cut into a
@@ -101,9 +101,9 @@ def num_counts(num_chunks: int, num_experts: int) -> int:
     return num_chunks * (num_experts + _EXTRA_COLUMNS)
 
 
-def count_keys(route_TK: torch.Tensor, cut: Cut, num_experts: int) -> torch.Tensor:
+def count_keys(route_TK: torch.Tensor, slices: ChunkSlices, num_experts: int) -> torch.Tensor:
     """The index, among the `num_counts` counts, of each (token, k) pair, `[T, K]`."""
-    chunk_T = cut.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
+    chunk_T = slices.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
 

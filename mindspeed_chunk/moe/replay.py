@@ -78,7 +78,7 @@ class _Context:
         self.entered = False
         _Context.current.set(next(_around(), None))
 
-    def write_down(self, entry: Any, out: torch.Tensor, *, follow: bool) -> None:
+    def record(self, entry: Any, out: torch.Tensor, *, follow: bool) -> None:
         if follow:
             if self.readers is None:
                 self.readers = Readers()
@@ -200,7 +200,7 @@ def recall() -> Recalled | None:
     return None
 
 
-def write_down(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
+def record(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
     """Keep `entry` for the recomputes of every checkpoint around this layer call.
 
     Args:
@@ -209,7 +209,7 @@ def write_down(entry: Any, out: torch.Tensor, *, follow: bool) -> None:
     """
     around = [context for context in _around() if not context.replaying]
     for context in reversed(around):  # the dispatch modes are a stack; the outermost context enters first
-        context.write_down(entry, out, follow=follow)
+        context.record(entry, out, follow=follow)
 
 
 def reroute(route_TK: torch.Tensor, kept_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ Called by `mindspeed-chunk plan`. In code, the parts that answer one question ea
 Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothing here needs torch.
 """
 
-from mindspeed_chunk.hardware import Device, Link, Span
+from mindspeed_chunk.hardware import Device, GroupShape, Link
 from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
 from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
@@ -23,6 +23,8 @@ from mindspeed_chunk.planner.precision import Recipe
 from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes
 from mindspeed_chunk.planner.traffic import Exchanges, exchanges
 
+Span = GroupShape  # its name before 0.2; remove it in 0.3
+
 __all__ = [
     "RECIPES",
     "ChunkChoice",
@@ -31,6 +33,7 @@ __all__ = [
     "Device",
     "Exchanges",
     "ExpertMemory",
+    "GroupShape",
     "Layout",
     "LayerShape",
     "Link",

@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar, cast
 
-from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, Span, collective_seconds
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, GroupShape, collective_seconds
 from mindspeed_chunk.moe.costs.memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
         return sum(self.seconds.values())
 
 
-class _Layer(NamedTuple):
+class _LayerEstimate(NamedTuple):
     """A call of an MoE layer, and the block around it; seconds of its directions, and what of them is exposed."""
 
     memory: ExpertMemory
@@ -103,14 +103,16 @@ class Estimator:
         return Estimate(setting, memory, self._seconds(setting, layer), host, layer.memory, layer.times)
 
     @_once
-    def _layer(self, shape: LayerShape, span: Span, tp: int, num_chunks: int, schedule: str, keep: str) -> _Layer:
+    def _layer(
+        self, shape: LayerShape, span: GroupShape, tp: int, num_chunks: int, schedule: str, keep: str
+    ) -> _LayerEstimate:
         job, rows = self.job, balanced_rows(shape, num_chunks, self.job.imbalance)
         memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
         times = chunk_times(shape, job.device, span, dtype=job.compute, schedule=schedule, keep=keep, rows=rows)
         block = block_bytes(job.model, shape.tokens, job.element_size, memory, tp)
-        return _Layer(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
+        return _LayerEstimate(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
 
-    def _span(self, layout: Layout, kind: str) -> Span:
+    def _span(self, layout: Layout, kind: str) -> GroupShape:
         return layout.span(kind, self.job.devices_per_node)
 
     def sharding(self, ep: int) -> Sharding:
@@ -118,7 +120,7 @@ class Estimator:
 
     # memory
 
-    def _memory(self, setting: Setting, layer: _Layer) -> tuple[dict[str, int], int]:
+    def _memory(self, setting: Setting, layer: _LayerEstimate) -> tuple[dict[str, int], int]:
         state, expert = self._state(setting.layout), layer.memory
         kept = activations(setting.policy, layer.block, self.job.model.num_hidden_layers // setting.layout.pp)
         held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
@@ -161,7 +163,7 @@ class Estimator:
 
     # time
 
-    def _seconds(self, setting: Setting, layer: _Layer) -> dict[str, float]:
+    def _seconds(self, setting: Setting, layer: _LayerEstimate) -> dict[str, float]:
         layout, passes, job = setting.layout, setting.accumulation, self.job
         layers, chunks, tokens = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.tokens(job)
         again = 1.0 if setting.policy in RECOMPUTED else 0.0

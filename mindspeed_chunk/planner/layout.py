@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mindspeed_chunk.hardware import Groups, Span
+from mindspeed_chunk.hardware import GroupShape, RankGroups
 
 # "dp_cp" is the one that sums gradients
 KINDS = ("tp", "cp", "dp", "pp", "dp_cp", "ep", "edp")
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         """Number of ranks in a group of one of `KINDS`."""
         return self.cp * self.dp if kind == "dp_cp" else getattr(self, kind)
 
-    def groups(self, kind: str) -> Groups:
+    def groups(self, kind: str) -> RankGroups:
         """All groups of one of `KINDS`; every rank is in exactly one of them.
 
         Raises:
@@ -65,8 +65,8 @@ class Layout(NamedTuple):
         firsts = (start + place for start in range(0, self.world, block) for place in range(stride))
         return tuple(tuple(range(first, first + block, stride)) for first in firsts)
 
-    def span(self, kind: str, devices_per_node: int) -> Span:
-        """The same as `Span.of` for `groups(kind)`, but without a list of all ranks.
+    def span(self, kind: str, devices_per_node: int) -> GroupShape:
+        """The same as `GroupShape.of` for `groups(kind)`, but without a list of all ranks.
 
         Raises:
             ValueError: as `groups` does.
@@ -88,15 +88,15 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _span(stride: int, size: int, world: int, devices_per_node: int) -> Span:
+def _span(stride: int, size: int, world: int, devices_per_node: int) -> GroupShape:
     """The span of groups of `size` ranks with distance `stride`; a block of stride x size ranks has `stride` groups."""
     reach, block = stride * (size - 1), stride * size
     if stride >= devices_per_node:
-        return Span(size, 1)
+        return GroupShape(size, 1)
     # a group has ranks on every node between its ends: the most if its first rank is as late on a node as possible
     starts = range(0, min(world, math.lcm(block, devices_per_node)), block)
     latest = max(min(start % devices_per_node + stride, devices_per_node) - 1 for start in starts)
-    return Span(size, max(1, size // ((latest + reach) // devices_per_node + 1)))
+    return GroupShape(size, max(1, size // ((latest + reach) // devices_per_node + 1)))
 
 
 def layouts(

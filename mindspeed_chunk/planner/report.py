@@ -69,7 +69,7 @@ def _job(job: Job) -> dict[str, Any]:
     }
 
 
-def _told(each: Estimate) -> dict[str, Any]:
+def _as_json(each: Estimate) -> dict[str, Any]:
     setting = dataclasses.asdict(each.setting) | {"layout": each.setting.layout._asdict()}
     return {
         "title": each.setting.title(),
@@ -86,9 +86,9 @@ def _told(each: Estimate) -> dict[str, Any]:
 def _recommendation(job: Job, found: Recommendation) -> dict[str, Any]:
     return {
         "fits": found.best is not None,
-        "best": _told(found.best) if found.best else None,
-        "least_memory": _told(found.smallest),
-        "runners_up": [_told(each) for each in found.runners_up],
+        "best": _as_json(found.best) if found.best else None,
+        "least_memory": _as_json(found.smallest),
+        "runners_up": [_as_json(each) for each in found.runners_up],
         "why": found.why,
     }
 
@@ -116,7 +116,7 @@ def _layouts(job: Job, estimator: Estimator, found: Recommendation) -> Iterator[
 def _layout(estimator: Estimator, found: Estimate, role: str) -> dict[str, Any]:
     job, layout = estimator.job, found.setting.layout
     groups = {kind: layout.groups(kind) for kind in KINDS if layout.size(kind) > 1}
-    return _told(found) | {
+    return _as_json(found) | {
         "role": role,
         "groups": {kind: [list(group) for group in each] for kind, each in groups.items()},
         "inside_node": {kind: layout.inside_node(kind, job.devices_per_node) for kind in groups},
@@ -149,7 +149,7 @@ def _batch(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
             chosen, micro_batch=size * passes, accumulation=1, chunk_mbs=size, policy=policy
         )
     for name, setting in ways.items():
-        traffic, told = estimator.traffic(setting), _told(estimator(setting))
+        traffic, told = estimator.traffic(setting), _as_json(estimator(setting))
         for key, kind in (("gathers", ALL_GATHER), ("reduce_scatters", REDUCE_SCATTER)):
             found = [each for each in traffic if each.kind == kind]
             told |= {key: sum(each.calls for each in found), f"{key}_bytes": sum(each.nbytes for each in found)}

@@ -24,8 +24,8 @@ from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.output import console
 from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
-from mindspeed_chunk.tools.bench_cases import Case
-from mindspeed_chunk.tools.bench_layer import Layer
+from mindspeed_chunk.tools.bench_cases import BenchCase
+from mindspeed_chunk.tools.bench_layer import BenchLayer
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
 from mindspeed_chunk.tools.link import set_rate
@@ -95,7 +95,7 @@ def _on_rank(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
-    layer = Layer(options, dist.group.WORLD)
+    layer = BenchLayer(options, dist.group.WORLD)
     cases = [bench_cases.build(name) for name in names]
     links = [options.link or UNLIMITED, *([UNLIMITED] if options.hidden_share else [])]
     with _progress("values and memory", 1 + len(cases)) as advance:
@@ -114,7 +114,7 @@ def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
 
 
 def _time(
-    layer: Layer, cases: list[Case], links: list[str], repeats: int, calls: int = 1
+    layer: BenchLayer, cases: list[BenchCase], links: list[str], repeats: int, calls: int = 1
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds a call by case and link, one each round."""
     seconds: dict[tuple[str, str], list[float]] = {(case.name, link): [] for case in cases for link in links}
@@ -144,7 +144,7 @@ def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:
     """One call of each case, as the mean of some, without peers and between the ranks."""
     measured = []
     for place, group in ((bench_report.ALONE, None), (bench_report.TOGETHER, dist.group.WORLD)):
-        layer = Layer(options, group)
+        layer = BenchLayer(options, group)
         cases = [bench_cases.build(name) for name in names]
         layer.check(cases)
         seconds = _time(layer, cases, [place], options.repeats, _OVERHEAD_CALLS)

@@ -42,7 +42,7 @@ _ALL_CHUNKS = (1, 2, 4, 8)
 _SHORT = ("rolling:2", "rolling:4", "rolling:8", "pair:2", "pair:4", "pair:8", "rolling:4:rows")
 
 
-class Case(NamedTuple):
+class BenchCase(NamedTuple):
     """A way to run the layer.
 
     Attributes:
@@ -109,14 +109,14 @@ def uses_host(names: list[str]) -> bool:
     return any(name in bench_host.CASES for name in names)
 
 
-def build(name: str) -> Case:
+def build(name: str) -> BenchCase:
     parsed = Parsed("rolling", 1, "whole") if name == WHOLE else parse(name)
     if parsed is None:
-        return Case(name, AllToAllDispatcher() if name == "alltoall" else bench_host.load(name), nullcontext())
+        return BenchCase(name, AllToAllDispatcher() if name == "alltoall" else bench_host.load(name), nullcontext())
     # a patch can be entered again and again
     whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
     around = whole if parsed.mode == "whole" else nullcontext()
-    return Case(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
+    return BenchCase(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
 
 
 def _baselines_here() -> list[str]:

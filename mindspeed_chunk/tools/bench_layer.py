@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
-from mindspeed_chunk.tools.bench_cases import Case, build
+from mindspeed_chunk.tools.bench_cases import BenchCase, build
 from mindspeed_chunk.tools.measure import LiveBytes, sent_to_others
 from mindspeed_chunk.wording import shortened
 
@@ -40,7 +40,7 @@ class ValuesDiffer(RuntimeError):
 
 
 class Residency(NamedTuple):
-    """Bytes of a case, the most of any rank; see `Layer.residency`."""
+    """Bytes of a case, the most of any rank; see `BenchLayer.residency`."""
 
     kept: int
     peak: int
@@ -97,7 +97,7 @@ def _wrong(text: str) -> ConfigError:
     return ConfigError(f"--routing: {text}")
 
 
-class Layer:
+class BenchLayer:
     """One rank's tensors, random but for the routing.
 
     Args:
@@ -129,7 +129,7 @@ class Layer:
         self.grad_TH = normal(tokens, hidden).detach()
         self.unit = tokens * top_k * hidden * self.x_TH.element_size()
 
-    def forward(self, case: Case) -> torch.Tensor:
+    def forward(self, case: BenchCase) -> torch.Tensor:
         shared = Filler(self._shared_expert)
         if self.shared and not case.fills:
             shared.run()
@@ -149,18 +149,18 @@ class Layer:
         return torch.autograd.grad(out_TH, inputs, self.grad_TH)
 
     @contextlib.contextmanager
-    def around(self, case: Case) -> Iterator[None]:
+    def around(self, case: BenchCase) -> Iterator[None]:
         """What must be active while the case runs."""
         with case.around, torch.set_grad_enabled(not self.forward_only):
             yield
 
-    def run(self, case: Case) -> tuple[torch.Tensor, ...]:
+    def run(self, case: BenchCase) -> tuple[torch.Tensor, ...]:
         """The output and, unless only the forward is asked for, all gradients."""
         with self.around(case):
             out_TH = self.forward(case)
             return (out_TH.detach(), *(() if self.forward_only else self.backward(out_TH)))
 
-    def check(self, cases: list[Case]) -> dict[str, float]:
+    def check(self, cases: list[BenchCase]) -> dict[str, float]:
         """Compare each case with the plain dispatcher.
 
         Returns:
@@ -178,7 +178,7 @@ class Layer:
                     raise ValuesDiffer(f"{case.name}: {what} is off the plain dispatcher's by {error:.1e} of the most")
         return errors
 
-    def time(self, case: Case, calls: int = 1) -> float:
+    def time(self, case: BenchCase, calls: int = 1) -> float:
         """Seconds a call, from a barrier to the end of the slower rank."""
         dist.barrier()
         start = time.perf_counter()
@@ -186,7 +186,7 @@ class Layer:
             self.run(case)
         return self._most([(time.perf_counter() - start) / calls])[0]
 
-    def residency(self, case: Case) -> Residency:
+    def residency(self, case: BenchCase) -> Residency:
         """Bytes of storages that come into being in the call, so without the layer's inputs and weights.
 
         kept: alive between forward and backward, without the output, which is whoever's comes next. peak: the most
@@ -197,7 +197,7 @@ class Layer:
         passes = [self._residency(case) for _ in range(_MEMORY_PASSES)]
         return Residency(*(int(max_of_ranks) for max_of_ranks in self._most([min(each) for each in zip(*passes)])))
 
-    def _residency(self, case: Case) -> Residency:
+    def _residency(self, case: BenchCase) -> Residency:
         weight_grads = self.fc1_LHF.nbytes + self.fc2_LIH.nbytes
         dist.barrier()
         with self.around(case), LiveBytes() as live:
@@ -210,7 +210,7 @@ class Layer:
                 peak = max(peak, live.peak - weight_grads)
         return Residency(kept, peak)
 
-    def traffic(self, case: Case) -> Traffic | None:
+    def traffic(self, case: BenchCase) -> Traffic | None:
         """None for MindSpeed-MM's code, which does not tell."""
         with observe() as events:
             self.run(case)

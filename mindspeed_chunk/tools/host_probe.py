@@ -130,8 +130,8 @@ def _examine(patch: Any, host_found: bool) -> dict:
                 state, detail = (DRIFTED if needed else NOT_NEEDED), f"no module {error.name}"
             else:
                 state, detail = UNKNOWN, f"{patch.module} cannot be imported: {_line(error)}"
-    if state == APPLIED and patch.asked_by:
-        state, detail = READY, f"it fits; active when a yaml has {patch.asked_by}"
+    if state == APPLIED and patch.enabled_by:
+        state, detail = READY, f"it fits; active when a yaml has {patch.enabled_by}"
     if state == DRIFTED:
         detail = f"expected {patch.expects}, found {detail}"
     return {"name": patch.name, "module": patch.module, "target": patch.target, "state": state, "detail": detail}

@@ -66,7 +66,7 @@ def run_on_ranks(
 
 
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `Layer` reads, and those of the ranks."""
+    """The options that `BenchLayer` reads, and those of the ranks."""
     parser.add_argument("--ranks", type=int, default=2, help="all in one expert-parallel group (default: 2)")
     parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
     parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")

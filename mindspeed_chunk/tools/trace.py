@@ -25,11 +25,11 @@ from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.output import terminal, wide_console
 from mindspeed_chunk.tools import trace_files
-from mindspeed_chunk.tools.bench_cases import Case, build, parse
-from mindspeed_chunk.tools.bench_layer import Layer
+from mindspeed_chunk.tools.bench_cases import BenchCase, build, parse
+from mindspeed_chunk.tools.bench_layer import BenchLayer
 from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
 from mindspeed_chunk.tools.parser import Parser, check_range
-from mindspeed_chunk.tools.trace_record import Record
+from mindspeed_chunk.tools.trace_record import Recording
 from mindspeed_chunk.wording import shortened
 
 _WARM_UP, _MOST_CALLS = 2, 1000
@@ -67,19 +67,19 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _on_rank(options: argparse.Namespace) -> None:
-    layer, case = Layer(options, dist.group.WORLD), build(options.case)
+    layer, case = BenchLayer(options, dist.group.WORLD), build(options.case)
     layer.check([case])
     for _ in range(_WARM_UP):
         layer.run(case)
     calls = [record_call(layer, case) for _ in range(options.calls)]
     by_rank = _gather([dataclasses.asdict(call) for call in calls])
     if dist.get_rank() == 0:
-        _write(options, _middle([[Record.read(told) for told in rank] for rank in by_rank]))
+        _write(options, _middle([[Recording.read(told) for told in rank] for rank in by_rank]))
 
 
-def record_call(layer: Layer, case: Case) -> Record:
+def record_call(layer: BenchLayer, case: BenchCase) -> Recording:
     """One call, all ranks starting together."""
-    record = Record(dist.get_rank())
+    record = Recording(dist.get_rank())
     dist.barrier()
     with layer.around(case):
         with record.watch("forward"):
@@ -103,13 +103,13 @@ def _gather(told: object) -> list:
     return [json.loads(bytes(each.tolist())) for each in found]
 
 
-def _middle(by_rank: list[list[Record]]) -> list[Record]:
+def _middle(by_rank: list[list[Recording]]) -> list[Recording]:
     """Of the calls the median one, by its slowest rank: the records of all ranks."""
     calls = [list(records) for records in zip(*by_rank, strict=True)]
     return sorted(calls, key=lambda records: max(record.seconds for record in records))[len(calls) // 2]
 
 
-def _write(options: argparse.Namespace, records: list[Record]) -> None:
+def _write(options: argparse.Namespace, records: list[Recording]) -> None:
     title = f"{options.case}, {options.ranks} ranks, link {options.link or 'not limited'}, routing {options.routing}"
     sizes = f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, top {options.top_k}"
     *written, picture = (options.out + ending for ending in _ENDINGS)

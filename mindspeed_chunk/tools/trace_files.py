@@ -12,8 +12,8 @@ from mindspeed_chunk.output import Table, drawable, markup
 from mindspeed_chunk.output import page as whole_page
 from mindspeed_chunk.tools.trace_record import (
     COMPUTE,
-    Record,
-    Span,
+    Recording,
+    Slice,
     lay_out,
     lay_out_simulated,
     summarise,
@@ -39,29 +39,29 @@ class Row(NamedTuple):
     """A lane to draw."""
 
     title: str
-    spans: list[Span]
+    spans: list[Slice]
 
 
-def rows(spans: list[Span], prefix: str = "") -> list[Row]:
+def rows(spans: list[Slice], prefix: str = "") -> list[Row]:
     """By lane: compute first, then the wire's."""
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != COMPUTE, lane))
     return [Row(prefix + lane, [span for span in spans if span.lane == lane]) for lane in lanes]
 
 
-def _lanes(record: Record) -> list[Row]:
+def _lanes(record: Recording) -> list[Row]:
     """Measured ones, and simulated ones below them."""
     return rows(measured_spans(record)) + rows(simulated_spans(record), "simulated ")
 
 
-def measured_spans(record: Record) -> list[Span]:
+def measured_spans(record: Recording) -> list[Slice]:
     return [span for one in record.passes for span in lay_out(one)]
 
 
-def simulated_spans(record: Record) -> list[Span]:
+def simulated_spans(record: Recording) -> list[Slice]:
     return [span for one in record.passes for span in lay_out_simulated(one)]
 
 
-def colour(span: Span) -> str:
+def colour(span: Slice) -> str:
     """Waiting for rows stands out; a chunk keeps its colour over all actions."""
     if span.exposed:
         return _EXPOSED
@@ -70,7 +70,7 @@ def colour(span: Span) -> str:
     return _COLOURS[span.chunk % len(_COLOURS)]
 
 
-def chrome(records: list[Record]) -> dict:
+def chrome(records: list[Recording]) -> dict:
     """One process a rank, one thread a lane, a counter of chunks; then the simulations, a process each. In microseconds
     from the first rank's begin.
     """
@@ -93,7 +93,7 @@ def chrome(records: list[Record]) -> dict:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _process(pid: int, name: str, spans: list[Span], zero: float) -> list[dict]:
+def _process(pid: int, name: str, spans: list[Slice], zero: float) -> list[dict]:
     events = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
     events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
     for tid, row in enumerate(rows(spans)):
@@ -114,7 +114,7 @@ def _process(pid: int, name: str, spans: list[Span], zero: float) -> list[dict]:
     return events
 
 
-def page(title: str, sizes: str, records: list[Record]) -> str:
+def page(title: str, sizes: str, records: list[Recording]) -> str:
     """HTML without a reference to anything outside of it."""
     parts = [f"<h1>{html.escape(title)}</h1><p>{html.escape(sizes)}</p>", markup(summary_table("", records))]
     parts.append(_key(records))
@@ -123,7 +123,7 @@ def page(title: str, sizes: str, records: list[Record]) -> str:
     return whole_page(title, _STYLE, "".join(parts))
 
 
-def summary_table(title: str, records: list[Record]) -> Table:
+def summary_table(title: str, records: list[Recording]) -> Table:
     """A row for each rank and direction."""
     return Table.of(
         title,
@@ -148,7 +148,7 @@ def _ms(key: str) -> Callable[[dict], str]:
     return lambda each: f"{1e3 * each[key]:.2f}"
 
 
-def _key(records: list[Record]) -> str:
+def _key(records: list[Recording]) -> str:
     chunks = sorted({span.chunk for span in measured_spans(records[0]) if span.chunk is not None})
     named = [(_COLOURS[chunk % len(_COLOURS)], f"chunk {chunk}") for chunk in chunks]
     named += [(_EXPOSED, "exposed communication"), (_OTHER, "launches, plan, rest")]
@@ -159,7 +159,7 @@ def _key(records: list[Record]) -> str:
     )
 
 
-def _drawing(record: Record) -> str:
+def _drawing(record: Recording) -> str:
     drawn = _lanes(record)
     begin, end = _extent(drawn, record)
     scale = (_PAGE_WIDTH - _LABEL_WIDTH) / (end - begin)
@@ -181,7 +181,7 @@ def _drawing(record: Record) -> str:
     return "".join(parts)
 
 
-def _box(span: Span, x: float, width: float, top: float, begin: float) -> str:
+def _box(span: Slice, x: float, width: float, top: float, begin: float) -> str:
     told = f"{span.name}: {1e3 * span.length:.3f} ms, from {1e3 * (span.start - begin):.3f} ms"
     box = (
         f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.4):.2f}" height="{_ROW}" fill="{colour(span)}">'
@@ -192,11 +192,11 @@ def _box(span: Span, x: float, width: float, top: float, begin: float) -> str:
     return box
 
 
-def _extent(drawn: list[Row], record: Record) -> tuple[float, float]:
+def _extent(drawn: list[Row], record: Recording) -> tuple[float, float]:
     return record.begin, max(record.passes[-1].end, *(span.end for row in drawn for span in row.spans))
 
 
-def draw(title: str, record: Record, path: str) -> None:
+def draw(title: str, record: Recording, path: str) -> None:
     """One rank as a PNG: measured lanes, and simulated ones below them."""
     from matplotlib.figure import Figure
 

@@ -60,14 +60,14 @@ class Pass:
 
 
 @dataclass
-class Record:
+class Recording:
     """One call on one rank."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
 
     @classmethod
-    def read(cls, told: dict) -> Record:
+    def read(cls, told: dict) -> Recording:
         """Back from `dataclasses.asdict`, JSON or not."""
         passes = [{**each, "transfers": [Transfer(**one) for one in each["transfers"]]} for each in told["passes"]]
         return cls(told["rank"], [Pass(**each) for each in passes])
@@ -134,7 +134,7 @@ class _Watched:
             self._transfer.end = time.perf_counter()
 
 
-class Span(NamedTuple):
+class Slice(NamedTuple):
     """A stretch of a lane. `kind`: an action's letter, "launch", "wait", "plan" or "rest"."""
 
     lane: str
@@ -154,12 +154,12 @@ class Span(NamedTuple):
         return self.kind == WAIT and self.chunk is not None
 
 
-def lay_out(one: Pass) -> list[Span]:
+def lay_out(one: Pass) -> list[Slice]:
     """One compute lane, and as many wire lanes as there were transfers at once; spans of a lane do not overlap."""
     return [*_compute(one), *_wire(one.transfers)]
 
 
-def _compute(one: Pass) -> Iterator[Span]:
+def _compute(one: Pass) -> Iterator[Slice]:
     cursor = next((each.launch for each in one.transfers if each.name == PLAN), one.begin)
     yield from _span(PLAN, PLAN, None, one.begin, cursor)
     waits = sorted((*wait, each.name) for each in one.transfers for wait in each.waits)
@@ -169,19 +169,19 @@ def _compute(one: Pass) -> Iterator[Span]:
         for start, until, awaited in waits:
             if cursor <= start and until <= stop:
                 yield from _span(label, kind, action, cursor, start)
-                yield Span(COMPUTE, f"wait {awaited}", WAIT, _chunk(_action(awaited)), start, until)
+                yield Slice(COMPUTE, f"wait {awaited}", WAIT, _chunk(_action(awaited)), start, until)
                 cursor = until
         yield from _span(label, kind, action, cursor, stop)
         cursor = stop
     yield from _span("rest", "rest", None, cursor, one.end)
 
 
-def _span(name: str, kind: str, action: Action | None, start: float, end: float) -> Iterator[Span]:
+def _span(name: str, kind: str, action: Action | None, start: float, end: float) -> Iterator[Slice]:
     if end > start:
-        yield Span(COMPUTE, name, kind, _chunk(action), start, end)
+        yield Slice(COMPUTE, name, kind, _chunk(action), start, end)
 
 
-def _wire(transfers: list[Transfer]) -> Iterator[Span]:
+def _wire(transfers: list[Transfer]) -> Iterator[Slice]:
     ends: list[float] = []
     for each in sorted(transfers, key=lambda each: each.launch):
         action = _action(each.name)
@@ -189,7 +189,7 @@ def _wire(transfers: list[Transfer]) -> Iterator[Span]:
         end = each.launch if each.end is None else each.end  # None: nobody waited, and nobody told
         ends[lane:] = [end, *ends[lane + 1 :]]
         name = WIRE if lane == 0 else f"{WIRE}, {lane + 1} at once"
-        yield Span(name, each.name, action.kind if action else PLAN, _chunk(action), each.launch, end)
+        yield Slice(name, each.name, action.kind if action else PLAN, _chunk(action), each.launch, end)
 
 
 def _action(name: str) -> Action | None:
@@ -262,24 +262,24 @@ def simulated(one: Pass) -> Timeline:
     return simulate(tuple(costs), costs.__getitem__)
 
 
-def lay_out_simulated(one: Pass) -> list[Span]:
+def lay_out_simulated(one: Pass) -> list[Slice]:
     """As measured ones, from the first action on; where the compute queue stands still, it waits."""
     first = next((span.start for span in lay_out(one) if span.kind in KINDS and span.lane == COMPUTE), one.begin)
     spans, cursor = [], first
     for (kind, chunk), begin, end in simulated(one).spans:
         begin, end = begin + first, end + first
         if kind in "DC":
-            spans.append(Span(WIRE, f"{kind}{chunk}", kind, chunk, begin, end))
+            spans.append(Slice(WIRE, f"{kind}{chunk}", kind, chunk, begin, end))
             continue
         if begin > cursor:
             awaited = {"E": f"D{chunk}", "U": f"C{chunk}"}[kind]
-            spans.append(Span(COMPUTE, f"wait {awaited}", WAIT, chunk, cursor, begin))
-        spans.append(Span(COMPUTE, f"{kind}{chunk}", kind, chunk, begin, end))
+            spans.append(Slice(COMPUTE, f"wait {awaited}", WAIT, chunk, cursor, begin))
+        spans.append(Slice(COMPUTE, f"{kind}{chunk}", kind, chunk, begin, end))
         cursor = end
     return [span for span in spans if span.end > span.start]
 
 
-def _covered(spans: list[Span]) -> float:
+def _covered(spans: list[Slice]) -> float:
     """The time in which at least one of them runs."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_chunk.hardware import Device, Span
+from mindspeed_chunk.hardware import Device, GroupShape
 from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 
@@ -24,7 +24,7 @@ class ChunkChoice(NamedTuple):
 def best_num_chunks(
     shape: LayerShape,
     device: Device,
-    span: Span | None = None,
+    span: GroupShape | None = None,
     *,
     candidates: Sequence[int] = CANDIDATES,
     schedule: str = "rolling",

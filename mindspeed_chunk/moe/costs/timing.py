@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_chunk.hardware import ALL_TO_ALL, Device, Span, collective_seconds
+from mindspeed_chunk.hardware import ALL_TO_ALL, Device, GroupShape, collective_seconds
 from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape, balanced_rows, row_bytes
 from mindspeed_chunk.moe.schedule import Action, Timeline, build, simulate
 
@@ -53,7 +53,7 @@ class ChunkTimes(NamedTuple):
 def chunk_times(
     shape: LayerShape,
     device: Device,
-    span: Span | None = None,
+    span: GroupShape | None = None,
     *,
     num_chunks: int = 1,
     schedule: str = "rolling",
@@ -76,7 +76,7 @@ def chunk_times(
         ConfigError: for a dtype that the device has no rate for.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
-    costs = _Costs(shape, device, span or Span(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
+    costs = _Costs(shape, device, span or GroupShape(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
     forward = simulate(build(schedule, len(rows), lookahead=lookahead), costs.of(costs.forward()))
     backward = simulate(build(schedule, len(rows), lookahead=lookahead, backward=True), costs.of(costs.backward()))
     return ChunkTimes(forward, backward)
@@ -86,7 +86,7 @@ def chunk_times(
 class _Costs:
     shape: LayerShape
     device: Device
-    span: Span
+    span: GroupShape
     flops: float
     keep: str
     rows: tuple[ChunkRows, ...]
