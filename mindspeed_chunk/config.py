@@ -14,6 +14,7 @@ from mindspeed_chunk.values import BATCH_DIM, FLAG, INDICES, MAPPING, NAMES, Con
 KEY_PREFIXES = ("moe_", "chunk_moe_")
 SCHEDULES = ("rolling", "pair")
 KEEPS = ("activations", "rows", "input")
+DISPATCHES = ("auto", "per_expert", "per_rank")
 BACKENDS = ("auto", "cpu", "cuda", "npu")
 _MAYBE_SET = integer(0, "use 0 or remove the key to leave it unset")
 
@@ -41,6 +42,9 @@ class ChunkMoEConfig:
     chunk_moe_skip_unread: in the recompute of a block, leave out the second expert matmul and the combine, if the
         forward showed that nothing after the layer keeps its output. Only torch's own operations are seen. Do not use
         it if a block has hand-written kernels or Functions after the layer, or if ranks run different operations there.
+    chunk_moe_dispatch: what is sent to the experts. "per_expert": a row for each of a token's K experts. "per_rank": a
+        row for each rank that has some of them, which is fewer. "auto": the latter if it sends at most 0.9 of the
+        bytes with uniform routing. With one rank or K = 1 it is always "per_expert".
     chunk_moe_schedule: "rolling" (a chunk's all-to-alls overlap with both neighbours) or "pair" (two chunks at a time).
     chunk_moe_lookahead: number of chunks that "rolling" dispatches ahead of the chunk whose experts run; each beyond 1
         needs buffers for one more chunk.
@@ -58,6 +62,7 @@ class ChunkMoEConfig:
     chunk_moe_recompute: bool = _setting(False, FLAG)
     chunk_moe_keep: str = _setting("", choice(*KEEPS, also=("",)))
     chunk_moe_skip_unread: bool = _setting(False, FLAG)
+    chunk_moe_dispatch: str = _setting("auto", choice(*DISPATCHES))
     chunk_moe_schedule: str = _setting("rolling", choice(*SCHEDULES))
     chunk_moe_lookahead: int = _setting(1, integer(0, "remove the key to get 1"))
     chunk_moe_overlap_shared_expert: bool = _setting(False, FLAG)

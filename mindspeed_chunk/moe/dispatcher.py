@@ -22,23 +22,23 @@ from torch import nn
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import untraced
-from mindspeed_chunk.dist import agree, check_all_to_all, group_size
+from mindspeed_chunk.dist import agree, check_all_to_all, group_rank, group_size
 from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.activation import Activation, CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
+from mindspeed_chunk.moe.dispatch import KINDS, PER_EXPERT, PER_RANK, choose
 from mindspeed_chunk.moe.draws import Draws
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
 from mindspeed_chunk.moe.nodes import Close, Open, Opened
 from mindspeed_chunk.moe.plan import (
     ChunkSlices,
+    Columns,
     Gather,
     PendingPlan,
     agree_num_chunks,
-    count_keys,
     merged,
-    num_counts,
     route,
 )
 from mindspeed_chunk.moe.replay import backward_follows, recall, record, refuse_unreplayed, reroute
@@ -132,6 +132,7 @@ class PlannedCall:
         plan: the rows of every chunk.
         tokens: each chunk's slice of the tokens.
         route_TK: see `plan.route`.
+        dispatch: "per_expert" or "per_rank".
         draws: random draws of the activation, recorded while the forward runs.
         grad: the forward ran with gradients, so the ranks have compared which ones they need.
     """
@@ -139,6 +140,7 @@ class PlannedCall:
     plan: PendingPlan
     tokens: tuple[slice, ...]
     route_TK: torch.Tensor
+    dispatch: str
     draws: Draws
     grad: bool
 
@@ -236,21 +238,25 @@ class ChunkMoEDispatcher(Dispatcher):
             raise ValueError(error)
         self._agree_once("forward", num_experts, settings, error, group, device)
 
+        # its size depends only on the configuration and the group: a rank with an error joins the gather, too
+        ranks = group_size(group)
+        columns = Columns(num_experts, 0 if ranks == 1 or self.config.chunk_moe_dispatch == PER_EXPERT else ranks)
+        dispatch = PER_EXPERT if error else self._dispatch(arguments)
         num_tokens = 0 if error else arguments.x_TH.shape[0]
         chunks, by_counts = self._chunks(num_tokens, group, device)
         tokens = chunks.slices
         if error:
             route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
-            counts = torch.zeros(num_counts(len(tokens), num_experts), dtype=torch.int64, device=device)
+            counts = torch.zeros(len(tokens) * columns.total, dtype=torch.int64, device=device)
         else:
             route_TK = route(arguments.selected_experts, num_experts, arguments.pad_T())
             word = zlib.crc32(repr(settings).encode())
             back_end = ops.resolve(self.config.chunk_moe_backend, device)
-            counts = back_end.count(count_keys(route_TK, chunks, num_experts), num_counts(len(tokens), num_experts))
+            counts = back_end.count(columns.keys(route_TK, chunks), len(tokens) * columns.total)
         rerouted, self._rerouted = self._rerouted, None
         gather = Gather(
             counts,
-            num_experts,
+            columns,
             counts.new_zeros(1) if rerouted is None else rerouted,
             word,
             group,
@@ -264,8 +270,19 @@ class ChunkMoEDispatcher(Dispatcher):
             fine = read()
             num_chunks = self._num_chunks.choose(fine.all_RNE, arguments, back_end)
             tokens, read = merged(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
-        plan = PendingPlan(read, tokens, group)
-        return PlannedCall(plan, tokens, route_TK, Draws(device), grad=torch.is_grad_enabled())
+        plan = PendingPlan(read, tokens, group, per_rank=dispatch == PER_RANK)
+        return PlannedCall(plan, tokens, route_TK, dispatch, Draws(device), grad=torch.is_grad_enabled())
+
+    def _dispatch(self, arguments: Arguments) -> str:
+        return choose(
+            self.config.chunk_moe_dispatch,
+            arguments.num_experts,
+            arguments.selected_experts.shape[1],
+            group_size(arguments.group),
+            arguments.x_TH.shape[1],
+            arguments.compute_dtype,
+            arguments.routing_weights.dtype,
+        )
 
     def _chunks(
         self, num_tokens: int, group: dist.ProcessGroup | None, device: torch.device
@@ -279,17 +296,30 @@ class ChunkMoEDispatcher(Dispatcher):
         return ChunkSlices(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
 
     def _run(self, arguments: Arguments, decided: PlannedCall, *, output: bool) -> torch.Tensor:
+        back_end, needs = ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device), arguments.needs()
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
             tokens=decided.tokens,
             group=arguments.group,
-            ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
+            ops=back_end,
             activation=self._activation(arguments, decided.draws),
-            needs=arguments.needs(),
+            needs=needs,
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
             keep=self.config.keep,
+            dispatch=KINDS[decided.dispatch](
+                back_end,
+                needs,
+                self.config.keep,
+                hidden=arguments.x_TH.shape[1],
+                top_k=arguments.selected_experts.shape[1],
+                num_experts=arguments.num_experts,
+                ranks=group_size(arguments.group),
+                rank=group_rank(arguments.group),
+                dtype=arguments.compute_dtype,
+                weight_dtype=arguments.routing_weights.dtype,
+            ),
             output=output,
         )
         opened = Opened(call, decided.plan)
@@ -352,6 +382,7 @@ class ChunkMoEDispatcher(Dispatcher):
             "chunk_moe_schedule": config.chunk_moe_schedule,
             "chunk_moe_lookahead": config.chunk_moe_lookahead,
             "chunk_moe_keep": config.keep,
+            "chunk_moe_dispatch": config.chunk_moe_dispatch,
             "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
             "num_experts": arguments.num_experts,
             "experts per token": arguments.selected_experts.shape[1],

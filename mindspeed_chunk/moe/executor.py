@@ -3,13 +3,14 @@
 Only this module owns buffers and work handles. A direction is a generator that pauses once, where one node of the
 autograd graph ends and the next begins (`nodes.py`).
 
-T tokens, H hidden, K experts per token, R rows routed, I expert intermediate, F output columns of fc1, L experts here,
-W the width of a packed row (`packing.py`).
+T tokens, H hidden, K experts per token, R rows at the experts, I expert intermediate, F output columns of fc1, L
+experts here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ import torch.distributed as dist
 
 from mindspeed_chunk.dist import DONE, Work, all_to_all
 from mindspeed_chunk.moe.activation import Activation
+from mindspeed_chunk.moe.dispatch import Dispatch
 from mindspeed_chunk.moe.experts import Experts, NeedsGrad, Totals, WeightOperands
-from mindspeed_chunk.moe.packing import pack, packed_weight, packed_width
 from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
 from mindspeed_chunk.moe.schedule import Action, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
@@ -40,6 +41,7 @@ class Call:
         compute_dtype: of the rows and the expert matmuls; differs from the inputs' dtype only under autocast.
         transposed: the weights are `[L, F, H]` and `[L, H, I]`.
         keep: what is kept for the backward: see `ChunkMoEConfig.chunk_moe_keep`.
+        dispatch: what is sent to the experts and what comes back.
         output: False in a recompute whose output is not read: it computes only what is kept.
     """
 
@@ -53,6 +55,7 @@ class Call:
     compute_dtype: torch.dtype
     transposed: bool
     keep: str
+    dispatch: Dispatch
     output: bool
 
     def experts(self, fc1: torch.Tensor, fc2: torch.Tensor) -> Experts:
@@ -108,21 +111,22 @@ class Forwarded:
     """
 
     x_TH: torch.Tensor
+    route_TK: torch.Tensor
     weight_TK: torch.Tensor
     out_TH: torch.Tensor
     orders: list[torch.Tensor]
-    kept: list[torch.Tensor | None]
+    kept: list[torch.Tensor]
 
 
 def forward(
     call: Call, plan: PendingPlan, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor
 ) -> Generator[None, Experts, Forwarded]:
     """Pauses after the launch of the first dispatch, and continues with the experts."""
-    chunks, ops, experts = [_Chunk() for _ in call.tokens], call.ops, cast(Experts, None)
+    chunks, dispatch, experts = [_Chunk() for _ in call.tokens], call.dispatch, cast(Experts, None)
     rows_TH = x_TH.to(call.compute_dtype)
     # NaN if there is no output, so that an unexpected reader shows
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
-    result = Forwarded(x_TH, weight_TK, out_TH, [], [])
+    result = Forwarded(x_TH, route_TK, weight_TK, out_TH, [], [])
     keep = call.keep if call.needs.any else "nothing"
     for action in call.forward_actions():
         if action is None:
@@ -133,59 +137,70 @@ def forward(
         chunk, tokens = chunks[c], call.tokens[c]
         with _recorded(action, chunks):
             if kind == "P":
-                chunk.send, order_R = ops.permute(rows_TH[tokens], route_TK[tokens])
-                result.orders.append(order_R)
+                num_rows = plan.wait()[c].num_sent if plan.ready else None
+                chunk.send, order = dispatch.send_tokens(rows_TH[tokens], route_TK[tokens], weight_TK[tokens], num_rows)
+                result.orders.append(order)
+                del order
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
+                # what is not kept is freed as early as possible, and nothing lives as long as the walk
+                rows_RH, stored = dispatch.receive_tokens(chunk.arrived(), plan.wait()[c])
                 groups = plan.wait()[c].groups
-                rows_RH, fc1_RF = ops.regroup(chunk.arrived(), groups), None
+                fc1_RF = experts.fc1(rows_RH, groups) if call.output or keep == "activations" else None
+                del rows_RH
+                if keep in ("rows", "activations"):
+                    result.kept += stored
+                if keep == "activations":
+                    result.kept.append(fc1_RF)
                 if call.output:
-                    chunk.send, fc1_RF = experts.forward(rows_RH, groups, c, keep_fc1=keep == "activations")
+                    activated_RI = experts.activate(cast(torch.Tensor, fc1_RF), c)
+                    del fc1_RF
+                    out_RH = experts.fc2(activated_RI, groups)
+                    del activated_RI
+                    chunk.send = dispatch.send_outputs(out_RH, stored, plan.wait()[c])
+                    del out_RH
                 else:
                     chunk.in_flight = False
-                    fc1_RF = experts.fc1(rows_RH, groups) if keep == "activations" else None
-                result.kept += {"nothing": (), "input": (), "rows": (rows_RH,), "activations": (rows_RH, fc1_RF)}[keep]
-                del rows_RH, fc1_RF  # otherwise they would live as long as the walk
+                    del fc1_RF
+                del stored
             elif kind == "C":
-                chunk.combine(plan.wait()[c], call.group, str(action), weight_TK.shape[1])
+                chunk.combine(plan.wait()[c], call.group, str(action), dispatch)
             elif kind == "U":
-                out_TH[tokens] = ops.unpermute(chunk.arrived(), result.orders[c], weight_TK[tokens])
+                out_TH[tokens] = dispatch.sum_outputs(chunk.arrived(), result.orders[c], weight_TK[tokens])
     return result
 
 
 def backward(
     call: Call,
     plan: PendingPlan,
-    grad_TH: torch.Tensor,
+    upstream_TH: torch.Tensor,
     weight_TK: torch.Tensor,
     experts: Experts,
     x_TH: torch.Tensor | None,
+    route_TK: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     totals: Totals,
 ) -> Generator[None, None, tuple[torch.Tensor | None, torch.Tensor | None]]:
     """Pauses before it waits for the last combines. Then `totals` are complete, and only data for these is still held.
 
-    One packed row per routed row is sent to the experts: the gradient of the token's output, the token itself if only
-    the input was kept, and the router weight.
-
     Args:
-        x_TH: the input, if only that was kept.
+        upstream_TH: the gradient of the output.
+        x_TH, route_TK: the input, if only that was kept, and its routes, if `dispatch` sends them.
         saved: the order of each chunk's rows, then what was kept for the chunks.
 
     Returns:
         The gradients of the tokens and of the router weights, each None if it is not needed.
     """
-    chunks, ops, needs = [_Chunk() for _ in call.tokens], call.ops, call.needs
-    shape, hidden, top_k, weight_dtype = grad_TH.shape, grad_TH.shape[1], weight_TK.shape[1], weight_TK.dtype
-    out_hidden, back_hidden = hidden * (1 if x_TH is None else 2), hidden if needs.rows else 0
+    chunks, dispatch, needs, shape = [_Chunk() for _ in call.tokens], call.dispatch, call.needs, upstream_TH.shape
     orders, kept = saved[: len(chunks)], saved[len(chunks) :]
+    per_chunk = len(kept) // len(chunks)
     del saved
     x_grad_TH: torch.Tensor | None = None  # made when its first part has arrived
     weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
     for action in call.backward_actions():
         if action is None:
-            del grad_TH, weight_TK, experts, x_TH, kept, totals
+            del upstream_TH, weight_TK, experts, x_TH, route_TK, kept, totals
             with _paused(chunks):
                 yield
             continue
@@ -193,44 +208,38 @@ def backward(
         chunk, tokens = chunks[c], call.tokens[c]
         with _recorded(action, chunks):
             if kind == "P":
-                parts = [grad_TH[tokens]] if x_TH is None else [grad_TH[tokens], x_TH[tokens]]
-                packed_TW = pack(parts, call.compute_dtype)
-                chunk.send = ops.unpermute_backward(packed_TW, orders[c], top_k)
-                packed_weight(chunk.send, out_hidden, weight_dtype).copy_(ops.rows_of(weight_TK[tokens], orders[c]))
-                del parts, packed_TW
+                x_chunk = None if x_TH is None else x_TH[tokens]
+                route_chunk = None if route_TK is None else route_TK[tokens]
+                chunk.send = dispatch.send_grads(
+                    upstream_TH[tokens], x_chunk, route_chunk, weight_TK[tokens], orders[c], plan.wait()[c].num_sent
+                )
+                del x_chunk, route_chunk
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
-                groups = plan.wait()[c].groups
-                packed_RW = ops.regroup(chunk.arrived(), groups)
-                if call.keep == "input":
-                    rows_RH, fc1_RF = packed_RW[:, hidden:out_hidden], None
-                elif call.keep == "rows":
-                    rows_RH, fc1_RF = kept[c], None
-                else:
-                    rows_RH, fc1_RF = kept[2 * c : 2 * c + 2]
-                grad_RH, weight_R = packed_RW[:, :hidden], packed_weight(packed_RW, out_hidden, weight_dtype)
+                stored, fc1_RF = tuple(kept[c * per_chunk : (c + 1) * per_chunk]), None
+                if call.keep == "activations":
+                    *stored, fc1_RF = stored
+                arrived = dispatch.receive_grads(chunk.arrived(), stored, plan.wait()[c])
                 chunk.operands, weight_grad_R = experts.input_grad(
-                    grad_RH, weight_R, rows_RH, fc1_RF, groups, c, needs, totals.activation
+                    arrived, fc1_RF, plan.wait()[c].groups, c, needs, totals.activation
                 )
-                del rows_RH, fc1_RF
+                back = arrived.back
+                del stored, fc1_RF, arrived
                 if needs.input:
-                    chunk.send = packed_RW.new_empty((len(packed_RW), packed_width(back_hidden, packed_RW.dtype)))
-                    if weight_grad_R is not None:
-                        weight_grad_R = ops.regroup_backward(weight_grad_R, groups)
-                        packed_weight(chunk.send, back_hidden, weight_dtype).copy_(weight_grad_R)
-                    if needs.rows:
-                        experts.rows_grad(chunk.operands, chunk.send[:, :back_hidden])
+                    rows_grad = functools.partial(experts.rows_grad, chunk.operands)
+                    chunk.send = dispatch.send_input_grads(rows_grad, weight_grad_R, back, plan.wait()[c])
+                    del rows_grad
                 else:
                     chunk.in_flight = False
-                del packed_RW, grad_RH, weight_R, weight_grad_R
+                del back, weight_grad_R
                 if not needs.experts:
                     chunk.operands = None
                 elif call.keep == "input":
                     # this mode is for memory: the larger half of the operands is freed before rows return
                     chunk.operands = experts.weight_grad(chunk.operands, totals.fc1_LHF, None)
             elif kind == "C":
-                chunk.combine(plan.wait()[c], call.group, str(action), top_k)
+                chunk.combine(plan.wait()[c], call.group, str(action), dispatch)
             elif kind == "W":
                 assert chunk.operands is not None  # E before W
                 fc1_total_LHF = None if call.keep == "input" else totals.fc1_LHF
@@ -238,18 +247,14 @@ def backward(
                 chunk.operands = None
                 del fc1_total_LHF
             elif kind == "U":
-                received_RW = chunk.arrived()
-                if needs.rows:
-                    grad_TW = ops.permute_backward(received_RW, orders[c], top_k)
+                grad_TH, weights_grad_TK = dispatch.sum_input_grads(chunk.arrived(), orders[c])
+                if grad_TH is not None:
                     if x_grad_TH is None:
-                        x_grad_TH = grad_TW.new_empty(shape)
-                    x_grad_TH[tokens] = grad_TW[:, :hidden]
-                    del grad_TW
+                        x_grad_TH = grad_TH.new_empty(shape)
+                    x_grad_TH[tokens] = grad_TH
                 if weight_grad_TK is not None:
-                    weight_grad_R = packed_weight(received_RW, back_hidden, weight_dtype)
-                    ops.rows_of_backward(weight_grad_R, orders[c], weight_grad_TK[tokens])
-                    del weight_grad_R
-                del received_RW
+                    weight_grad_TK[tokens] = weights_grad_TK
+                del grad_TH, weights_grad_TK
     return x_grad_TH, weight_grad_TK
 
 
@@ -280,12 +285,11 @@ class _Chunk:
         )
         self.in_flight = True
 
-    def combine(self, plan: ChunkPlan, group: dist.ProcessGroup | None, name: str, top_k: int) -> None:
+    def combine(self, plan: ChunkPlan, group: dist.ProcessGroup | None, name: str, dispatch: Dispatch) -> None:
         """Launch the all-to-all back."""
         assert self.send is not None  # E before C
-        not_sent = plan.num_tokens * top_k - plan.num_sent  # zeros there
         self.received, self.work = all_to_all(
-            self.send, plan.recv_splits, plan.send_splits, group, name, not_sent, plan.most
+            self.send, plan.recv_splits, plan.send_splits, group, name, dispatch.padding_rows(plan), plan.most
         )
         self.in_flight = False
 

@@ -10,7 +10,8 @@ backward also gives the router's gradient, from the unweighted g, without y and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -43,11 +44,27 @@ class NeedsGrad:
         return self.fc1 or self.fc2 or self.activation
 
 
+class AtExperts(NamedTuple):
+    """A chunk's gradients at the experts in the backward.
+
+    Attributes:
+        grad_RH: the gradients of the tokens' outputs, one for each row, without the router weights.
+        weight_R: the router weight of each row.
+        rows: makes the rows `[R, H]`; may be called twice.
+        back: what `Dispatch.send_input_grads` needs.
+    """
+
+    grad_RH: torch.Tensor
+    weight_R: torch.Tensor
+    rows: Callable[[], torch.Tensor]
+    back: tuple[torch.Tensor, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightOperands:
     """Operands of one chunk's weight gradients: fc1's is rows^T grad_fc1, fc2's is activated^T grad_rows."""
 
-    rows_RH: torch.Tensor
+    rows: Callable[[], torch.Tensor] | None
     grad_fc1_RF: torch.Tensor | None
     activated_RI: torch.Tensor | None
     grad_rows_RH: torch.Tensor
@@ -105,21 +122,17 @@ class Experts:
         """`[R, F]`."""
         return self._ops.grouped_mm(rows_RH, self._fc1_LHF, groups)
 
-    def forward(
-        self, rows_RH: torch.Tensor, groups: Groups, chunk: int, *, keep_fc1: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The experts' output `[R, H]` in (source, expert) order, and fc1's `[R, F]` if it is kept."""
-        fc1_RF = self.fc1(rows_RH, groups)
-        activated_RI = self._activation(fc1_RF, chunk)
-        kept_RF = fc1_RF if keep_fc1 else None
-        del fc1_RF
-        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups), kept_RF
+    def activate(self, fc1_RF: torch.Tensor, chunk: int) -> torch.Tensor:
+        """`[R, I]`."""
+        return self._activation(fc1_RF, chunk)
+
+    def fc2(self, activated_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """The experts' output `[R, H]`, in (source, expert) order."""
+        return self._ops.grouped_mm_back(activated_RI, self._fc2_LIH, groups)
 
     def input_grad(
         self,
-        grad_rows_RH: torch.Tensor,
-        weight_R: torch.Tensor,
-        rows_RH: torch.Tensor,
+        arrived: AtExperts,
         fc1_RF: torch.Tensor | None,
         groups: Groups,
         chunk: int,
@@ -129,40 +142,40 @@ class Experts:
         """The operands of the weight gradients, and the gradients of the router weights `[R]`, if these are needed.
 
         Args:
-            grad_rows_RH: gradients of the tokens' outputs, one per row, without the weights.
-            weight_R: the router weight of each row, in the router's dtype.
-            fc1_RF: as `forward` returned it, or None to compute it again from `rows_RH`.
+            fc1_RF: the output of fc1, or None to compute it again from the rows.
             activation_totals: the activation's parameter gradients are added to these.
         """
         again = fc1_RF is None
         if fc1_RF is None:
-            fc1_RF = self.fc1(rows_RH, groups)
+            fc1_RF = self.fc1(arrived.rows(), groups)
         # a saved tensor stays unchanged; one made here is overwritten by its gradient
         activated_RI, pullback = self._activation.differentiate(fc1_RF, chunk, activation_totals, reuse=again)
         grad_fc1_RF = weight_grad_R = None
         if needs.input or needs.fc1 or needs.activation:
-            grad_RI = self._ops.grouped_mm(grad_rows_RH, self._fc2_LIH.transpose(1, 2), groups)
+            grad_RI = self._ops.grouped_mm(arrived.grad_RH, self._fc2_LIH.transpose(1, 2), groups)
             if needs.weights:
                 weight_grad_R = _row_dot(activated_RI, grad_RI)
-            grad_fc1_RF = pullback(grad_RI.mul_(weight_R[:, None]))
+            grad_fc1_RF = pullback(grad_RI.mul_(arrived.weight_R[:, None]))
         # w goes to the narrower factor of (w b)^T g = b^T (w g)
-        scaled_RI = activated_RI.mul_(weight_R[:, None]) if needs.fc2 else None
-        operands = WeightOperands(rows_RH, grad_fc1_RF, scaled_RI, grad_rows_RH, groups)
+        scaled_RI = activated_RI.mul_(arrived.weight_R[:, None]) if needs.fc2 else None
+        operands = WeightOperands(arrived.rows, grad_fc1_RF, scaled_RI, arrived.grad_RH, groups)
         return operands, weight_grad_R
 
-    def rows_grad(self, operands: WeightOperands, out_RH: torch.Tensor) -> None:
-        """Write the gradient of the rows, from that of fc1's output, in (source, expert) order."""
+    def rows_grad(self, operands: WeightOperands, out_RH: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of the rows, from that of fc1's output, in (source, expert) order; in `out_RH` if given."""
         assert operands.grad_fc1_RF is not None  # rows need a gradient
-        self._ops.grouped_mm_back(operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), operands.groups, out=out_RH)
+        return self._ops.grouped_mm_back(
+            operands.grad_fc1_RF, self._fc1_LHF.transpose(1, 2), operands.groups, out=out_RH
+        )
 
     def weight_grad(
         self, operands: WeightOperands, fc1_total_LHF: torch.Tensor | None, fc2_total_LIH: torch.Tensor | None
     ) -> WeightOperands:
         """Add one chunk's weight gradients to the given totals; return the operands that the other one still needs."""
         if fc1_total_LHF is not None:
-            assert operands.grad_fc1_RF is not None
-            self._ops.grouped_mm_wgrad(operands.rows_RH, operands.grad_fc1_RF, operands.groups, fc1_total_LHF)
-            operands = dataclasses.replace(operands, grad_fc1_RF=None)
+            assert operands.rows is not None and operands.grad_fc1_RF is not None
+            self._ops.grouped_mm_wgrad(operands.rows(), operands.grad_fc1_RF, operands.groups, fc1_total_LHF)
+            operands = dataclasses.replace(operands, rows=None, grad_fc1_RF=None)
         if fc2_total_LIH is not None:
             assert operands.activated_RI is not None
             self._ops.grouped_mm_wgrad(operands.activated_RI, operands.grad_rows_RH, operands.groups, fc2_total_LIH)

@@ -120,8 +120,10 @@ class Close(torch.autograd.Function):
         ctx.opened = opened
         if call.needs.any:
             # the weights themselves: a cast or transposed copy would survive FSDP2's reshard
-            x_TH = done.x_TH if call.keep == "input" else None
-            ctx.save_for_backward(done.weight_TK, fc1, fc2, x_TH, *done.orders, *done.kept)
+            again = call.keep == "input"
+            x_TH = done.x_TH if again else None
+            route_TK = done.route_TK if again and call.dispatch.sends_routes else None
+            ctx.save_for_backward(done.weight_TK, fc1, fc2, x_TH, route_TK, *done.orders, *done.kept)
         return done.out_TH
 
     @staticmethod
@@ -129,12 +131,12 @@ class Close(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         opened, call = ctx.opened, ctx.opened.call
-        weight_TK, fc1, fc2, x_TH, *saved = ctx.saved_tensors
+        weight_TK, fc1, fc2, x_TH, route_TK, *saved = ctx.saved_tensors
         totals = Totals(call.needs, fc1, fc2, call.activation, call.transposed)
         with torch.autocast(grad_TH.device.type, enabled=False):
             experts = call.experts(fc1, fc2)
-            walk = Walk(backward(call, opened.plan, grad_TH, weight_TK, experts, x_TH, saved, totals))
-            del experts, saved, x_TH
+            walk = Walk(backward(call, opened.plan, grad_TH, weight_TK, experts, x_TH, route_TK, saved, totals))
+            del experts, saved, x_TH, route_TK
             if not opened.filled:
                 walk.finish()
         if call.needs.input:  # otherwise the other node has no backward

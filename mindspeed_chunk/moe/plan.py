@@ -29,7 +29,8 @@ class ChunkPlan:
         send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine returns them.
         recv_splits: rows from each rank, `[ep]`.
         most: the largest number of rows that any rank of the group sends to another one.
-        groups: rows by source rank and local expert, `[ep][L]`.
+        groups: rows at the experts by source rank and local expert, `[ep][L]`, or only by expert, `[1][L]`, if tokens
+            are sent once to each rank.
     """
 
     tokens: slice
@@ -96,29 +97,60 @@ def route(index_TK: torch.Tensor, num_experts: int, pad_T: torch.Tensor | None) 
     return route_TK if pad_T is None else route_TK.masked_fill(pad_T[:, None], num_experts + 1)
 
 
-def num_counts(num_chunks: int, num_experts: int) -> int:
-    """Counts that a rank contributes to a plan."""
-    return num_chunks * (num_experts + _EXTRA_COLUMNS)
+def rank_slots(route_TK: torch.Tensor, num_experts: int, ranks: int) -> torch.Tensor:
+    """The ranks that have experts of each token, once each: int64 `[T, min(K, ranks)]`; other slots have `ranks`."""
+    rank_TK = torch.div(route_TK, num_experts // ranks, rounding_mode="floor")
+    rank_TK = rank_TK.masked_fill_((route_TK < 0) | (route_TK >= num_experts), ranks)
+    top_k = route_TK.shape[1]
+    if ranks < top_k:
+        rank_R = torch.arange(ranks, device=route_TK.device)
+        has_TR = (rank_TK[:, :, None] == rank_R).any(1)
+        return torch.where(has_TR, rank_R, ranks)
+    earlier_KK = torch.ones((top_k, top_k), dtype=torch.bool, device=route_TK.device).tril_(-1)
+    repeated_TK = ((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK).any(2)
+    return rank_TK.masked_fill_(repeated_TK, ranks)
 
 
-def count_keys(route_TK: torch.Tensor, slices: ChunkSlices, num_experts: int) -> torch.Tensor:
-    """The index, among the `num_counts` counts, of each (token, k) pair, `[T, K]`."""
-    chunk_T = slices.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
-    return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
+@dataclass(frozen=True)
+class Columns:
+    """The counts of one chunk that a rank contributes to a plan.
+
+    Ids below 0, tokens of each of the E experts, ids of E and above, padded tokens; then, if `ranks` is not 0, tokens
+    with experts on each rank, once each.
+    """
+
+    num_experts: int
+    ranks: int
+
+    @property
+    def total(self) -> int:
+        return self.num_experts + _EXTRA_COLUMNS + self.ranks
+
+    def keys(self, route_TK: torch.Tensor, slices: ChunkSlices) -> torch.Tensor:
+        """The indices, among the counts of all chunks, to be counted: int64, of any shape."""
+        chunk_T = slices.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
+        first_T1 = (chunk_T * self.total)[:, None]
+        key_TK = route_TK + (first_T1 + 1)
+        if not self.ranks:
+            return key_TK
+        slot_TD = rank_slots(route_TK, self.num_experts, self.ranks)
+        # empty slots are counted with the padded tokens, which nothing reads
+        column_TD = torch.where(slot_TD < self.ranks, slot_TD + _EXTRA_COLUMNS, 2) + self.num_experts
+        return torch.cat((key_TK, column_TD + first_T1), dim=1)
 
 
 class Gather:
     """The gather of all ranks' counts; `read()` waits for it, once.
 
-    Each rank contributes a row of `[N * (E + 3) + 2]` int64: the counts of every chunk, the number of router choices
-    that recomputes changed since the last call, and a word. The word is a checksum of the rank's settings (see
+    Each rank contributes an int64 row: the counts of every chunk (`Columns`), the number of router choices that
+    recomputes changed since the last call, and a word. The word is a checksum of the rank's settings (see
     `dispatcher.py`), or negative for a rank with invalid arguments.
     """
 
     def __init__(
         self,
         counts: torch.Tensor,
-        num_experts: int,
+        columns: Columns,
         rerouted: torch.Tensor,
         word: int,
         group: dist.ProcessGroup | None,
@@ -128,12 +160,12 @@ class Gather:
         """Launch it.
 
         Args:
-            counts: how often each key of `count_keys` occurs, int64 `[num_counts]`.
+            counts: how often each key of `columns` occurs, int64 `[N * columns.total]`.
             rerouted: see `replay.reroute`; int64 `[1]`.
             on_disagreement: called on every rank when the words differ or one is negative; must raise.
             on_rerouted: called on every rank if some rank's `rerouted` is not 0, with these numbers by rank.
         """
-        self._num_experts, self._group = num_experts, group
+        self._columns, self._group = columns, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
         # kept until the wait for the gather, which reads the row
         self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
@@ -155,22 +187,30 @@ class Gather:
         rerouted = {rank: n for rank, n in zip(ranks, gathered[:, -2].tolist(), strict=True) if n}
         if rerouted:
             self._on_rerouted(rerouted)
-        num_experts, columns = self._num_experts, self._num_experts + _EXTRA_COLUMNS
-        all_RNC, on_device_RNC = (counts[:, :-2].unflatten(1, (-1, columns)) for counts in (gathered, self._gathered))
+        num_experts, total = self._columns.num_experts, self._columns.total
+        all_RNC, on_device_RNC = (counts[:, :-2].unflatten(1, (-1, total)) for counts in (gathered, self._gathered))
         invalid = all_RNC[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
             raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
         local = num_experts // len(words)
         first = 1 + group_rank(self._group) * local
-        return Counts(all_RNC[:, :, 1 : num_experts + 1], on_device_RNC[:, :, first : first + local])
+        return Counts(
+            all_RNC[:, :, 1 : num_experts + 1],
+            on_device_RNC[:, :, first : first + local],
+            all_RNC[:, :, num_experts + _EXTRA_COLUMNS :],
+        )
 
 
 class Counts(NamedTuple):
-    """Rows by source rank, chunk and expert: on the host for all E experts, on the device for the L here."""
+    """Rows by source rank, chunk and expert: on the host for all E experts, on the device for the L here.
+
+    Then tokens by source rank, chunk and rank with experts of them, on the host; no columns if they are not counted.
+    """
 
     all_RNE: torch.Tensor
     here_RNL: torch.Tensor
+    once_RNR: torch.Tensor
 
     def merged(self, num_chunks: int) -> Counts:
         """The counts of `num_chunks` chunks, each a run of consecutive ones of these."""
@@ -183,22 +223,26 @@ def merged(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
     return tuple(slice(tokens[c].start, tokens[c + run - 1].stop) for c in range(0, len(tokens), run))
 
 
-def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[ChunkPlan, ...]:
-    """This rank's plan for each chunk, from the counts."""
+def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int, per_rank: bool) -> tuple[ChunkPlan, ...]:
+    """This rank's plan for each chunk, from the counts; `per_rank`: a token is sent once to each rank."""
     ep, _, num_experts = counts.all_RNE.shape
     local = num_experts // ep
     here_NRL = counts.all_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
+    on_device_NRL = counts.here_RNL.transpose(0, 1)
     sent_NRR = counts.all_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
+    if per_rank:
+        here_NRL, on_device_NRL = here_NRL.sum(1, keepdim=True), on_device_NRL.sum(1, keepdim=True)
+        sent_NRR = counts.once_RNR.transpose(0, 1)
     to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
     return tuple(
         ChunkPlan(chunk, tuple(sent), tuple(received), most, Groups(tuple(map(tuple, here)), on_device_RL))
         for chunk, sent, received, most, here, on_device_RL in zip(
             tokens,
             sent_NRR[:, rank].tolist(),
-            here_NRL.sum(2).tolist(),
+            sent_NRR[:, :, rank].tolist(),
             to_others_NRR.amax((1, 2)).tolist(),
             here_NRL.tolist(),
-            counts.here_RNL.transpose(0, 1).contiguous().unbind(0),
+            on_device_NRL.contiguous().unbind(0),
             strict=True,
         )
     )
@@ -210,16 +254,28 @@ class PendingPlan:
     Args:
         read: returns the counts; called once.
         tokens: each chunk's slice of this rank's tokens.
+        per_rank: see `plan_chunks`.
     """
 
-    def __init__(self, read: Callable[[], Counts], tokens: tuple[slice, ...], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Counts],
+        tokens: tuple[slice, ...],
+        group: dist.ProcessGroup | None,
+        per_rank: bool = False,
+    ) -> None:
         self._read: Callable[[], Counts] | None = read
-        self._tokens, self._group = tokens, group
+        self._tokens, self._group, self._per_rank = tokens, group, per_rank
         self._chunks: tuple[ChunkPlan, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """`wait` returns at once."""
+        return self._read is None
 
     def wait(self) -> tuple[ChunkPlan, ...]:
         """Raises the errors of `read`."""
         if self._read is not None:
-            self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group))
+            self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group), self._per_rank)
             self._read = None  # frees the gather's tensors
         return self._chunks

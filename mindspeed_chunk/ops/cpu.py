@@ -19,44 +19,56 @@ def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
     return torch.bincount(keys.reshape(-1), minlength=num_bins)
 
 
-def permute(x_TH: torch.Tensor, route_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token K times, in order of expert id, ties in token order.
+def permute(
+    x_TH: torch.Tensor, route_TK: torch.Tensor, num_rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token K times, in order of the ids, ties in token order; only the first `num_rows` rows of these.
 
     Returns:
-        `[T * K, H]` rows, and int64 `[T * K]`: which of the T * K (token, k) pairs each row is.
+        `[R, H]` rows, and int64 `[T * K]`: which of the T * K (token, k) pairs each row is. The pairs after the first
+        R have no row. The functions below accept rows that are fewer than the pairs.
     """
-    order_R = torch.sort(route_TK.reshape(-1), stable=True).indices
-    return x_TH.index_select(0, order_R // route_TK.shape[1]), order_R
+    order_P = torch.sort(route_TK.reshape(-1), stable=True).indices
+    return x_TH.index_select(0, order_P[:num_rows] // route_TK.shape[1]), order_P
 
 
-def permute_backward(grad_RH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The sum of each token's K gradient rows, `[T, H]`."""
-    return F.embedding_bag(_inverse(order_R).view(-1, top_k), grad_RH, mode="sum")
+def permute_backward(grad_RH: torch.Tensor, order_P: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The sum of each token's gradient rows, `[T, H]`."""
+    if len(grad_RH) < len(order_P):
+        return _sum_of_some(grad_RH, order_P, top_k)
+    return F.embedding_bag(_inverse(order_P).view(-1, top_k), grad_RH, mode="sum")
 
 
-def unpermute(rows_RH: torch.Tensor, order_R: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    """The sum of each token's K rows, weighted, in the dtype of the weights: `[T, H]`."""
+def unpermute(rows_RH: torch.Tensor, order_P: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's rows, weighted, in the dtype of the weights: `[T, H]`."""
+    if len(rows_RH) < len(order_P):
+        return _sum_of_some(rows_RH.to(weight_TK.dtype), order_P, weight_TK.shape[1], weight_TK)
     return F.embedding_bag(
-        _inverse(order_R).view(weight_TK.shape),
+        _inverse(order_P).view(weight_TK.shape),
         rows_RH.to(weight_TK.dtype),
         mode="sum",
         per_sample_weights=weight_TK.contiguous(),
     )
 
 
-def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The gradient of each row before its weight is applied, `[T * K, H]`: w times this is the gradient of the row."""
-    return grad_TH.index_select(0, order_R // top_k)
+def unpermute_backward(
+    grad_TH: torch.Tensor, order_P: torch.Tensor, top_k: int, num_rows: int | None = None
+) -> torch.Tensor:
+    """The token's row of `grad_TH` for each row, `[R, H]`: times w, it is the gradient of the row."""
+    return grad_TH.index_select(0, order_P[:num_rows] // top_k)
 
 
-def rows_of(value_TK: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
-    """From one number per (token, k) pair, `[T, K]`, to one per row, `[T * K]`."""
-    return value_TK.reshape(-1).index_select(0, order_R)
+def rows_of(value_TK: torch.Tensor, order_P: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
+    """From one number per (token, k) pair, `[T, K]`, to one per row, `[R]`."""
+    return value_TK.reshape(-1).index_select(0, order_P[:num_rows])
 
 
-def rows_of_backward(value_R: torch.Tensor, order_R: torch.Tensor, out_TK: torch.Tensor) -> None:
-    """The reverse: one number per row, `[T * K]`, into the places of their pairs in `out_TK`, which is contiguous."""
-    out_TK.view(-1)[order_R] = value_R
+def rows_of_backward(value_R: torch.Tensor, order_P: torch.Tensor, out_TK: torch.Tensor) -> None:
+    """The reverse: one number per row, `[R]`, into the places of their pairs in `out_TK`, which is contiguous.
+
+    The places of pairs without a row stay as they are.
+    """
+    out_TK.view(-1)[order_P[: len(value_R)]] = value_R
 
 
 def regroup(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -172,3 +184,16 @@ def _inverse(order_R: torch.Tensor) -> torch.Tensor:
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
     return inverse_R
+
+
+def _sum_of_some(
+    rows_RH: torch.Tensor, order_P: torch.Tensor, top_k: int, weight_TK: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of each token's rows, `[T, H]`, if fewer than all pairs have a row. The others are not read at all."""
+    num_tokens = len(order_P) // top_k
+    if len(rows_RH) == 0:
+        return rows_RH.new_zeros((num_tokens, rows_RH.shape[1]))
+    pair_R, row_R = torch.sort(order_P[: len(rows_RH)])  # by token
+    first_T = torch.searchsorted(pair_R, torch.arange(0, len(order_P), top_k, device=order_P.device))
+    weight_R = None if weight_TK is None else weight_TK.reshape(-1).index_select(0, pair_R)
+    return F.embedding_bag(row_R, rows_RH, first_T, mode="sum", per_sample_weights=weight_R)

@@ -1,0 +1,351 @@
+"""How rows travel between tokens and experts, in both directions: one row per expert of a token, or one per rank.
+
+The executor (`executor.py`) decides when; the two classes here decide what is sent and what comes back.
+
+* `PerExpert`: each (token, k) pair is a row. The combine returns its expert's output, and the source weighs and sums.
+* `PerRank`: a token is a row for each rank that has experts of it. Its expert ids and router weights are sent with it.
+  The rows that a rank receives are a small MoE layer there: permute, experts, weigh, sum. The source sums over ranks.
+  In the backward the gradient of the output goes the same way, and the gradients of the weights return with the rows.
+
+T tokens here, H hidden, K experts per token, E experts, L = E / ep experts here, ep ranks, D = min(K, ep) slots for
+the ranks of a token, S rows sent, Q rows received, R rows at the experts (Q for `PerExpert`), W a packed row's width.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mindspeed_chunk.log import say_once
+from mindspeed_chunk.moe.experts import AtExperts, NeedsGrad
+from mindspeed_chunk.moe.packing import Packing, packed_bytes
+from mindspeed_chunk.moe.plan import ChunkPlan, rank_slots
+from mindspeed_chunk.ops import BackEnd
+
+PER_EXPERT, PER_RANK = "per_expert", "per_rank"
+# `auto` sends tokens per rank if that sends at most this share of the bytes: docs/DECISIONS.md has the measurements.
+_WORTHWHILE = 0.9
+
+Stored = Sequence[torch.Tensor]
+
+
+def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
+    """The expected number of ranks that have experts of a token, if its K experts are uniformly drawn.
+
+    A rank has none of them with probability C(E - L, K) / C(E, K).
+    """
+    return ranks * (1 - math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k))
+
+
+def share_of_bytes(num_experts: int, top_k: int, ranks: int, hidden: int, size: int, weight_size: int) -> float:
+    """The bytes of a dispatch per rank in the four exchanges of a call, of those of a dispatch per expert.
+
+    Args:
+        size, weight_size: bytes of an element of the rows, and of a router weight.
+    """
+    ids, weights = 4 * top_k, weight_size * top_k
+    per_expert = [packed_bytes(hidden, size, arrays) for arrays in ([], [], [weight_size], [weight_size])]
+    per_rank = [packed_bytes(hidden, size, arrays) for arrays in ([ids, weights], [], [], [weights])]
+    return ranks_per_token(num_experts, top_k, ranks) * sum(per_rank) / (top_k * sum(per_expert))
+
+
+def choose(
+    setting: str, num_experts: int, top_k: int, ranks: int, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> str:
+    """The kind of a call's dispatch: a function of sizes and dtypes alone, so a resumed run chooses the same.
+
+    Args:
+        setting: `chunk_moe_dispatch`.
+    """
+    if ranks == 1 or top_k == 1 or setting == PER_EXPERT:
+        return PER_EXPERT
+    share = share_of_bytes(num_experts, top_k, ranks, hidden, dtype.itemsize, weight_dtype.itemsize)
+    kind = PER_RANK if setting == PER_RANK or share <= _WORTHWHILE else PER_EXPERT
+    say_once(
+        logging.INFO,
+        f"Chunk MoE: chunk_moe_dispatch: {setting}: {kind}; with uniform routing, per_rank sends {share:.2f} of the "
+        f"bytes of per_expert ({num_experts} experts, {top_k} per token, {ranks} ranks)",
+    )
+    return kind
+
+
+class Dispatch(Protocol):
+    """One kind of dispatch for one layer call; holds sizes and no tensor."""
+
+    sends_routes: bool  # the backward needs the routes if only the input was kept
+
+    def padding_rows(self, plan: ChunkPlan) -> int:
+        """Zero rows after those that a combine returns."""
+
+    def send_tokens(
+        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows to send `[S, W]` and their order. `num_rows` is S, or None if the plan is not read yet."""
+
+    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
+        """The rows `[R, H]` in the order of the experts, and what a backward needs of them."""
+
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
+        """The rows to return `[Q, H]`, from the experts' outputs as `Experts.forward` orders them."""
+
+    def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        """The output of the chunk's tokens `[T, H]`, in the dtype of the router weights."""
+
+    def send_grads(
+        self,
+        grad_TH: torch.Tensor,
+        x_TH: torch.Tensor | None,
+        route_TK: torch.Tensor | None,
+        weight_TK: torch.Tensor,
+        order: torch.Tensor,
+        num_rows: int | None,
+    ) -> torch.Tensor:
+        """The rows to send in the backward; `x_TH` and `route_TK` are given if only the input was kept."""
+
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
+        """What the experts' backward needs. `stored` is empty if only the input was kept."""
+
+    def send_input_grads(
+        self,
+        rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
+        weight_grad_R: torch.Tensor | None,
+        back: Stored,
+        plan: ChunkPlan,
+    ) -> torch.Tensor:
+        """The rows to return in the backward. `rows_grad` makes the rows' gradients, in a given tensor or a new one."""
+
+    def sum_input_grads(
+        self, received_SW: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of the chunk's tokens and of its router weights; None for those that are not needed."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What both kinds know of a call."""
+
+    ops: BackEnd
+    needs: NeedsGrad
+    keep: str
+    hidden: int
+    top_k: int
+    num_experts: int
+    ranks: int
+    rank: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+
+    @property
+    def _back_hidden(self) -> int:
+        return self.hidden if self.needs.rows else 0
+
+    @property
+    def _again(self) -> bool:
+        """The backward sends the tokens again."""
+        return self.keep == "input"
+
+
+class PerExpert(_Sizes):
+    """See the module."""
+
+    sends_routes = False
+
+    def padding_rows(self, plan: ChunkPlan) -> int:
+        return plan.num_tokens * self.top_k - plan.num_sent  # the rows of padded tokens, which are not sent
+
+    @property
+    def _out(self) -> Packing:
+        return Packing(self.hidden * (2 if self._again else 1), self.dtype, ((1, self.weight_dtype),))
+
+    @property
+    def _back(self) -> Packing:
+        return Packing(self._back_hidden, self.dtype, ((1, self.weight_dtype),))
+
+    def send_tokens(
+        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ops.permute(x_TH, route_TK)
+
+    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
+        rows_RH = self.ops.regroup(received_QW, plan.groups)
+        return rows_RH, (rows_RH,)
+
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
+        return out_RH
+
+    def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        return self.ops.unpermute(received_SH, order, weight_TK)
+
+    def send_grads(
+        self,
+        grad_TH: torch.Tensor,
+        x_TH: torch.Tensor | None,
+        route_TK: torch.Tensor | None,
+        weight_TK: torch.Tensor,
+        order: torch.Tensor,
+        num_rows: int | None,
+    ) -> torch.Tensor:
+        packed_TW = self._out.pack(grad_TH) if x_TH is None else self._out.pack(grad_TH, x_TH)
+        send_SW = self.ops.unpermute_backward(packed_TW, order, self.top_k)
+        self._out.array(send_SW, 0)[:, 0].copy_(self.ops.rows_of(weight_TK, order))
+        return send_SW
+
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
+        packed_RW = self.ops.regroup(received_QW, plan.groups)
+        rows_RH = packed_RW[:, self.hidden : 2 * self.hidden] if self._again else stored[0]
+        weight_R = self._out.array(packed_RW, 0)[:, 0]
+        return AtExperts(packed_RW[:, : self.hidden], weight_R, lambda: rows_RH, ())
+
+    def send_input_grads(
+        self,
+        rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
+        weight_grad_R: torch.Tensor | None,
+        back: Stored,
+        plan: ChunkPlan,
+    ) -> torch.Tensor:
+        send_QW = self._back.empty(plan.groups.num_rows, plan.groups.on_device)
+        if weight_grad_R is not None:
+            self._back.array(send_QW, 0)[:, 0].copy_(self.ops.regroup_backward(weight_grad_R, plan.groups))
+        if self.needs.rows:
+            rows_grad(send_QW[:, : self.hidden])
+        return send_QW
+
+    def sum_input_grads(
+        self, received_SW: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        grad_TH = weight_grad_TK = None
+        if self.needs.rows:
+            grad_TH = self.ops.permute_backward(received_SW, order, self.top_k)[:, : self.hidden]
+        if self.needs.weights:
+            weight_grad_TK = received_SW.new_empty((order.numel() // self.top_k, self.top_k), dtype=self.weight_dtype)
+            self.ops.rows_of_backward(self._back.array(received_SW, 0)[:, 0], order, weight_grad_TK)
+        return grad_TH, weight_grad_TK
+
+
+class PerRank(_Sizes):
+    """See the module. A slot without an expert here is left out of every sum, never multiplied by zero."""
+
+    sends_routes = True
+
+    def padding_rows(self, plan: ChunkPlan) -> int:
+        return 0
+
+    @property
+    def _slots(self) -> int:
+        return min(self.top_k, self.ranks)
+
+    def _packing(self, columns: int) -> Packing:
+        return Packing(columns, self.dtype, ((self.top_k, torch.int32), (self.top_k, self.weight_dtype)))
+
+    @property
+    def _out(self) -> Packing:
+        return self._packing(2 * self.hidden) if self._again else Packing(self.hidden, self.dtype)
+
+    @property
+    def _back(self) -> Packing:
+        return Packing(self._back_hidden, self.dtype, ((self.top_k, self.weight_dtype),))
+
+    def _write_routing(self, packing: Packing, packed_TW: torch.Tensor, *routing: torch.Tensor) -> None:
+        for number, values_TK in enumerate(routing):
+            packing.array(packed_TW, number).copy_(values_TK)
+
+    def _local_QK(self, packing: Packing, packed_QW: torch.Tensor) -> torch.Tensor:
+        """The local expert of each slot; L for an expert of another rank."""
+        local = self.num_experts // self.ranks
+        local_QK = packing.array(packed_QW, 0) - self.rank * local
+        return local_QK.masked_fill_((local_QK < 0) | (local_QK >= local), local)
+
+    def send_tokens(
+        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        packing = self._packing(self.hidden)
+        packed_TW = packing.pack(x_TH)
+        self._write_routing(packing, packed_TW, route_TK, weight_TK)
+        return self.ops.permute(packed_TW, rank_slots(route_TK, self.num_experts, self.ranks), num_rows)
+
+    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
+        local_QK = self._local_QK(self._packing(self.hidden), received_QW)
+        rows_RH, order = self.ops.permute(received_QW[:, : self.hidden], local_QK, plan.groups.num_rows)
+        return rows_RH, (received_QW, order)
+
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
+        received_QW, order = stored
+        weight_QK = self._packing(self.hidden).array(received_QW, 1).to(self._sum_dtype)
+        return self.ops.unpermute(out_RH, order, weight_QK.contiguous()).to(self.dtype)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, self.weight_dtype)
+
+    def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        out_TH = self.ops.permute_backward(received_SH.to(self._sum_dtype), order, self._slots)
+        return out_TH.to(self.weight_dtype)
+
+    def send_grads(
+        self,
+        grad_TH: torch.Tensor,
+        x_TH: torch.Tensor | None,
+        route_TK: torch.Tensor | None,
+        weight_TK: torch.Tensor,
+        order: torch.Tensor,
+        num_rows: int | None,
+    ) -> torch.Tensor:
+        if x_TH is None:
+            packed_TW = self._out.pack(grad_TH)
+        else:
+            assert route_TK is not None  # kept with the input
+            packed_TW = self._out.pack(grad_TH, x_TH)
+            self._write_routing(self._out, packed_TW, route_TK, weight_TK)
+        return self.ops.unpermute_backward(packed_TW, order, self._slots, num_rows)
+
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
+        num_rows, grad_QH = plan.groups.num_rows, received_QW[:, : self.hidden]
+        if self._again:
+            packing, packed_QW = self._out, received_QW
+            x_QH = received_QW[:, self.hidden : 2 * self.hidden]
+            grad_RH, order = self.ops.permute(grad_QH, self._local_QK(packing, packed_QW), num_rows)
+        else:
+            packing, (packed_QW, order) = self._packing(self.hidden), stored
+            x_QH = packed_QW[:, : self.hidden]
+            grad_RH = self.ops.unpermute_backward(grad_QH, order, self.top_k, num_rows)
+        weight_R = self.ops.rows_of(packing.array(packed_QW, 1), order, num_rows)
+        rows = functools.partial(self.ops.unpermute_backward, x_QH, order, self.top_k, num_rows)
+        return AtExperts(grad_RH, weight_R, rows, (order,))
+
+    def send_input_grads(
+        self,
+        rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
+        weight_grad_R: torch.Tensor | None,
+        back: Stored,
+        plan: ChunkPlan,
+    ) -> torch.Tensor:
+        (order,) = back
+        send_QW = self._back.empty(sum(plan.recv_splits), order)
+        if weight_grad_R is not None:
+            weight_grad_QK = weight_grad_R.new_zeros((len(send_QW), self.top_k))
+            self.ops.rows_of_backward(weight_grad_R, order, weight_grad_QK)
+            self._back.array(send_QW, 0).copy_(weight_grad_QK)
+        if self.needs.rows:
+            send_QW[:, : self.hidden] = self.ops.permute_backward(rows_grad(None), order, self.top_k)
+        return send_QW
+
+    def sum_input_grads(
+        self, received_SW: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        grad_TH = weight_grad_TK = None
+        if self.needs.rows:
+            grad_TH = self.ops.permute_backward(received_SW, order, self._slots)[:, : self.hidden]
+        if self.needs.weights:
+            # a choice has a gradient in the row of one rank, and zeros in the others
+            weight_grad_SK = self._back.array(received_SW, 0).contiguous()
+            weight_grad_TK = self.ops.permute_backward(weight_grad_SK, order, self._slots)
+        return grad_TH, weight_grad_TK
+
+
+KINDS: dict[str, type[PerExpert] | type[PerRank]] = {PER_EXPERT: PerExpert, PER_RANK: PerRank}
