@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_chunk.dist import group_size
 from mindspeed_chunk.moe.activation import trainable_parameters
+from mindspeed_chunk.moe.costs.rows import LayerShape
 from mindspeed_chunk.moe.experts import NeedsGrad
 
 WEIGHT_LAYOUTS = ("LHF", "LFH")
@@ -64,6 +65,17 @@ class Arguments:
         if torch.is_autocast_enabled(device_type) and self.x_TH.dtype != torch.float64:
             return torch.get_autocast_dtype(device_type)
         return self.x_TH.dtype
+
+    def shape(self) -> LayerShape:
+        return LayerShape(
+            tokens=self.x_TH.shape[0],
+            hidden=self.x_TH.shape[1],
+            intermediate=self.fc2_width,
+            experts=self.num_experts,
+            top_k=self.selected_experts.shape[1],
+            ep=group_size(self.group),
+            element_size=self.compute_dtype.itemsize,
+        )
 
     @property
     def fc1_width(self) -> int:

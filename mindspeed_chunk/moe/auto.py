@@ -8,7 +8,9 @@ R ranks of the group, S slices that were counted, E experts, K experts per token
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from mindspeed_chunk.hardware import Device, Link
 from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.arguments import Arguments
 from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
-from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape
+from mindspeed_chunk.moe.costs.rows import ChunkRows
+from mindspeed_chunk.moe.plan import Counts
 from mindspeed_chunk.ops import BackEnd
 from mindspeed_chunk.ops.groups import Groups
 
@@ -56,16 +59,18 @@ class NumChunks:
             slices *= 2
         return slices
 
-    def choose(self, counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd) -> int:
+    def choose(self, counts: Counts, arguments: Arguments, ops: BackEnd, dispatch: str) -> int:
         """N for this call, a divisor of the slices. A collective if it is chosen for the first time.
 
         Args:
-            counts_RSE: rows by source rank, slice and expert, on the host and the same on every rank.
+            counts: of the call's slices, the same on every rank.
+            dispatch: "per_expert" or "per_rank".
         """
+        counts_RSE = counts.all_RNE
         if self.settled is None:
             if not torch.is_grad_enabled() or not counts_RSE.any():
                 return 1  # an evaluation, or a call without rows, says nothing about a training step
-            choice = _choose(counts_RSE, arguments, ops, self._config)
+            choice = _choose(counts, arguments, ops, self._config, dispatch)
             # already equal, unless the ranks' configurations differ
             agreed = all_reduce_max(torch.tensor([choice.num_chunks]).to(arguments.x_TH.device), arguments.group, "N")
             self.settled = int(HostCopy(agreed, "N").wait().item())
@@ -93,27 +98,24 @@ def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
     return counts_RSE.unflatten(1, (num_chunks, -1)).unflatten(3, (ranks, -1)).sum(dim=(0, 2, 4))
 
 
-def busiest_rows(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[ChunkRows]:
+def busiest_rows(counts: Counts, num_chunks: int, top_k: int, per_rank: bool) -> list[ChunkRows]:
     """The work of the busiest rank of each chunk."""
-    per_expert_NE = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(0, 2))
-    sent_N = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(2, 3)).amax(0).tolist()
-    received_N = received(counts_RSE, num_chunks).amax(1).tolist()
-    largest_N = per_expert_NE.amax(1).tolist()
-    return [ChunkRows(-(-n // top_k), n, got, most) for n, got, most in zip(sent_N, received_N, largest_N, strict=True)]
+    counts_RNE = counts.merged(num_chunks).all_RNE
+    pairs_N = counts_RNE.sum(2).amax(0)
+    computed_N = received(counts.all_RNE, num_chunks).amax(1)
+    largest_N = counts_RNE.sum(0).amax(1)
+    sent_N, received_N = pairs_N, computed_N
+    if per_rank:
+        once_RNR = counts.merged(num_chunks).once_RNR
+        sent_N, received_N = once_RNR.sum(2).amax(0), once_RNR.sum(0).amax(1)
+    columns = (pairs_N.add(top_k - 1) // top_k, sent_N, received_N, largest_N, computed_N)
+    return list(itertools.starmap(ChunkRows, torch.stack(columns, dim=1).tolist()))
 
 
-def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd, config: ChunkMoEConfig) -> ChunkChoice:
-    top_k, dtype = arguments.selected_experts.shape[1], arguments.compute_dtype
+def _choose(counts: Counts, arguments: Arguments, ops: BackEnd, config: ChunkMoEConfig, dispatch: str) -> ChunkChoice:
+    counts_RSE, top_k = counts.all_RNE, arguments.selected_experts.shape[1]
     most_sent = int(counts_RSE.sum(dim=(1, 2)).max())
-    shape = LayerShape(
-        tokens=-(-most_sent // top_k),
-        hidden=arguments.x_TH.shape[1],
-        intermediate=arguments.fc2_width,
-        experts=arguments.num_experts,
-        top_k=top_k,
-        ep=counts_RSE.shape[0],
-        element_size=dtype.itemsize,
-    )
+    shape = dataclasses.replace(arguments.shape(), tokens=-(-most_sent // top_k), dispatch=dispatch)
     candidates = [n for n in CANDIDATES if counts_RSE.shape[1] % n == 0]
     return best_num_chunks(
         shape,
@@ -122,8 +124,8 @@ def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd, config
         schedule=config.chunk_moe_schedule,
         keep=config.keep,
         lookahead=config.chunk_moe_lookahead,
-        dtype=str(dtype),
-        rows_of=lambda n: busiest_rows(counts_RSE, n, top_k),
+        dtype=str(arguments.compute_dtype),
+        rows_of=lambda n: busiest_rows(counts, n, top_k, shape.per_rank),
     )
 
 

@@ -13,64 +13,52 @@ the ranks of a token, S rows sent, Q rows received, R rows at the experts (Q for
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from mindspeed_chunk.dist import group_rank, group_size
 from mindspeed_chunk.log import say_once
+from mindspeed_chunk.moe.arguments import Arguments
+from mindspeed_chunk.moe.costs.rows import PER_EXPERT, PER_RANK, LayerShape, row_bytes
 from mindspeed_chunk.moe.experts import AtExperts, NeedsGrad
-from mindspeed_chunk.moe.packing import Packing, packed_bytes
+from mindspeed_chunk.moe.packing import Packing
 from mindspeed_chunk.moe.plan import ChunkPlan, rank_slots
 from mindspeed_chunk.ops import BackEnd
 
-PER_EXPERT, PER_RANK = "per_expert", "per_rank"
 # `auto` sends tokens per rank if that sends at most this share of the bytes: docs/DECISIONS.md has the measurements.
 _WORTHWHILE = 0.9
 
 Stored = Sequence[torch.Tensor]
 
 
-def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
-    """The expected number of ranks that have experts of a token, if its K experts are uniformly drawn.
-
-    A rank has none of them with probability C(E - L, K) / C(E, K).
-    """
-    return ranks * (1 - math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k))
-
-
-def share_of_bytes(num_experts: int, top_k: int, ranks: int, hidden: int, size: int, weight_size: int) -> float:
-    """The bytes of a dispatch per rank in the four exchanges of a call, of those of a dispatch per expert.
-
-    Args:
-        size, weight_size: bytes of an element of the rows, and of a router weight.
-    """
-    ids, weights = 4 * top_k, weight_size * top_k
-    per_expert = [packed_bytes(hidden, size, arrays) for arrays in ([], [], [weight_size], [weight_size])]
-    per_rank = [packed_bytes(hidden, size, arrays) for arrays in ([ids, weights], [], [], [weights])]
-    return ranks_per_token(num_experts, top_k, ranks) * sum(per_rank) / (top_k * sum(per_expert))
+def share_of_bytes(shape: LayerShape, router_size: int) -> float:
+    """The bytes of a dispatch per rank in the four exchanges of a call, of those of a dispatch per expert."""
+    once, each = (dataclasses.replace(shape, dispatch=kind) for kind in (PER_RANK, PER_EXPERT))
+    sent = [kind.copies * sum(row_bytes(kind, "activations", router_size)) for kind in (once, each)]
+    return sent[0] / sent[1]
 
 
-def choose(
-    setting: str, num_experts: int, top_k: int, ranks: int, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> str:
+def choose(setting: str, arguments: Arguments) -> str:
     """The kind of a call's dispatch: a function of sizes and dtypes alone, so a resumed run chooses the same.
 
     Args:
         setting: `chunk_moe_dispatch`.
     """
-    if ranks == 1 or top_k == 1 or setting == PER_EXPERT:
+    shape = arguments.shape()
+    if shape.ep == 1 or shape.top_k == 1 or setting == PER_EXPERT:
         return PER_EXPERT
-    share = share_of_bytes(num_experts, top_k, ranks, hidden, dtype.itemsize, weight_dtype.itemsize)
+    share = share_of_bytes(shape, arguments.routing_weights.element_size())
     kind = PER_RANK if setting == PER_RANK or share <= _WORTHWHILE else PER_EXPERT
     say_once(
         logging.INFO,
         f"Chunk MoE: chunk_moe_dispatch: {setting}: {kind}; with uniform routing, per_rank sends {share:.2f} of the "
-        f"bytes of per_expert ({num_experts} experts, {top_k} per token, {ranks} ranks)",
+        f"bytes of per_expert ({shape.experts} experts, {shape.top_k} per token, {shape.ep} ranks)",
     )
     return kind
 
@@ -348,4 +336,17 @@ class PerRank(_Sizes):
         return grad_TH, weight_grad_TK
 
 
-KINDS: dict[str, type[PerExpert] | type[PerRank]] = {PER_EXPERT: PerExpert, PER_RANK: PerRank}
+def make(kind: str, arguments: Arguments, ops: BackEnd, keep: str) -> Dispatch:
+    """The dispatch of a call; `keep` is that of `ChunkMoEConfig`."""
+    return (PerRank if kind == PER_RANK else PerExpert)(
+        ops,
+        arguments.needs(),
+        keep,
+        hidden=arguments.x_TH.shape[1],
+        top_k=arguments.selected_experts.shape[1],
+        num_experts=arguments.num_experts,
+        ranks=group_size(arguments.group),
+        rank=group_rank(arguments.group),
+        dtype=arguments.compute_dtype,
+        weight_dtype=arguments.routing_weights.dtype,
+    )

@@ -22,12 +22,13 @@ from torch import nn
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import untraced
-from mindspeed_chunk.dist import agree, check_all_to_all, group_rank, group_size
+from mindspeed_chunk.dist import agree, check_all_to_all, group_size
 from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.activation import Activation, CustomActivation, SwiGLU
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
-from mindspeed_chunk.moe.dispatch import KINDS, PER_EXPERT, PER_RANK, choose
+from mindspeed_chunk.moe.costs.rows import PER_EXPERT, PER_RANK
+from mindspeed_chunk.moe.dispatch import choose, make
 from mindspeed_chunk.moe.draws import Draws
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
@@ -241,7 +242,7 @@ class ChunkMoEDispatcher(Dispatcher):
         # its size depends only on the configuration and the group: a rank with an error joins the gather, too
         ranks = group_size(group)
         columns = Columns(num_experts, 0 if ranks == 1 or self.config.chunk_moe_dispatch == PER_EXPERT else ranks)
-        dispatch = PER_EXPERT if error else self._dispatch(arguments)
+        dispatch = PER_EXPERT if error else choose(self.config.chunk_moe_dispatch, arguments)
         num_tokens = 0 if error else arguments.x_TH.shape[0]
         chunks, by_counts = self._chunks(num_tokens, group, device)
         tokens = chunks.slices
@@ -268,21 +269,10 @@ class ChunkMoEDispatcher(Dispatcher):
             read()  # raises, on every rank
         if by_counts:
             fine = read()
-            num_chunks = self._num_chunks.choose(fine.all_RNE, arguments, back_end)
+            num_chunks = self._num_chunks.choose(fine, arguments, back_end, dispatch)
             tokens, read = merged(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
         plan = PendingPlan(read, tokens, group, per_rank=dispatch == PER_RANK)
         return PlannedCall(plan, tokens, route_TK, dispatch, Draws(device), grad=torch.is_grad_enabled())
-
-    def _dispatch(self, arguments: Arguments) -> str:
-        return choose(
-            self.config.chunk_moe_dispatch,
-            arguments.num_experts,
-            arguments.selected_experts.shape[1],
-            group_size(arguments.group),
-            arguments.x_TH.shape[1],
-            arguments.compute_dtype,
-            arguments.routing_weights.dtype,
-        )
 
     def _chunks(
         self, num_tokens: int, group: dist.ProcessGroup | None, device: torch.device
@@ -296,7 +286,7 @@ class ChunkMoEDispatcher(Dispatcher):
         return ChunkSlices(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
 
     def _run(self, arguments: Arguments, decided: PlannedCall, *, output: bool) -> torch.Tensor:
-        back_end, needs = ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device), arguments.needs()
+        back_end = ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device)
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
@@ -304,22 +294,11 @@ class ChunkMoEDispatcher(Dispatcher):
             group=arguments.group,
             ops=back_end,
             activation=self._activation(arguments, decided.draws),
-            needs=needs,
+            needs=arguments.needs(),
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
             keep=self.config.keep,
-            dispatch=KINDS[decided.dispatch](
-                back_end,
-                needs,
-                self.config.keep,
-                hidden=arguments.x_TH.shape[1],
-                top_k=arguments.selected_experts.shape[1],
-                num_experts=arguments.num_experts,
-                ranks=group_size(arguments.group),
-                rank=group_rank(arguments.group),
-                dtype=arguments.compute_dtype,
-                weight_dtype=arguments.routing_weights.dtype,
-            ),
+            dispatch=make(decided.dispatch, arguments, back_end, self.config.keep),
             output=output,
         )
         opened = Opened(call, decided.plan)

@@ -13,7 +13,8 @@ Formulas are in the modules' docstrings, and explained in docs/planner.md. Nothi
 
 from mindspeed_chunk.hardware import Device, GroupShape, Link
 from mindspeed_chunk.moe.costs.choice import ChunkChoice, best_num_chunks
-from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, expert_memory
+from mindspeed_chunk.moe.costs.rows import ChunkRows, LayerShape, balanced_rows
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.device import load_device

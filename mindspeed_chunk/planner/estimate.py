@@ -25,7 +25,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar, cast
 
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, GroupShape, collective_seconds
-from mindspeed_chunk.moe.costs.memory import ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, expert_memory
+from mindspeed_chunk.moe.costs.rows import LayerShape, balanced_rows
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activations, block_bytes
 from mindspeed_chunk.planner.layout import Layout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.hardware import Device
-from mindspeed_chunk.moe.costs.memory import LayerShape
+from mindspeed_chunk.moe.costs.rows import LayerShape
 from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, collective_seconds
-from mindspeed_chunk.moe.costs.memory import LayerShape, row_bytes
+from mindspeed_chunk.moe.costs.rows import LayerShape, row_bytes
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
 from mindspeed_chunk.planner.precision import Recipe
@@ -73,16 +73,16 @@ def exchanges(
         to_others, from_others: rows that this rank's tokens have at other ranks' experts, and the other way round, of
             all chunks; balanced where they are not given.
     """
-    balanced = shape.tokens * shape.top_k * (shape.ep - 1) // shape.ep
+    balanced = int(shape.tokens * shape.copies) * (shape.ep - 1) // shape.ep
     to_others = balanced if to_others is None else to_others
     from_others = balanced if from_others is None else from_others
-    row, out, back = row_bytes(shape, keep)
-    forward = to_others * row + from_others * row
-    calls, sent = 4 * num_chunks, forward + to_others * out + from_others * back
+    row = row_bytes(shape, keep)
+    forward = to_others * row.dispatch + from_others * row.combine
+    calls, sent = 4 * num_chunks, forward + to_others * row.backward_dispatch + from_others * row.backward_combine
     if recompute and not skip_unread:
         calls, sent = calls + 2 * num_chunks, sent + forward
     elif recompute and keep != "input":
-        calls, sent = calls + num_chunks, sent + to_others * row
+        calls, sent = calls + num_chunks, sent + to_others * row.dispatch
     return Exchanges(calls, sent) if shape.ep > 1 else Exchanges(0, 0)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_chunk.hardware import Device, GroupShape
-from mindspeed_chunk.moe.costs.memory import ChunkRows, ExpertMemory, LayerShape, balanced_rows, expert_memory
+from mindspeed_chunk.moe.costs.memory import ExpertMemory, expert_memory
+from mindspeed_chunk.moe.costs.rows import ChunkRows, LayerShape, balanced_rows
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
 
 CANDIDATES = (1, 2, 4, 8)

@@ -1,83 +1,26 @@
 """Bytes that one Chunk MoE layer call keeps and holds at most, found by walking the executor's own schedule.
 
-T tokens here, H hidden, K experts a token, S = T x K rows sent, R rows received, I expert intermediate, F = 2I,
-L experts here, s bytes an element. Every buffer is entered in a ledger when the executor makes it and taken out when it
-lets it go (`moe/executor.py`, `moe/experts.py`, `ops/cpu.py`); nothing here is fitted to a measurement. Not counted:
-the layer's input, the weights, and what a library allocates inside of one operation.
+T tokens here, H hidden, K experts per token, R rows at the experts, I expert intermediate, F = 2I, L experts here,
+s bytes per element. Every buffer is entered in a ledger when the executor makes it and taken out when the executor
+frees it (`moe/executor.py`, `moe/dispatch.py`, `moe/experts.py`, `ops/cpu.py`); nothing is fitted to a measurement. Not
+counted: the layer's input, the weights, and what a library allocates inside of one operation.
 
-Without any walk: kept are K (H + 2I) s a token with "activations", K H s with "rows", nothing with "input", and
+Without any walk: kept are K (H + 2I) s per token with "activations", K H s with "rows", nothing with "input", and
 8 bytes a row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
-their combine, and three own buffers; each one more that is dispatched ahead is one more of both.
+their combine, and three own buffers; each one more that is dispatched ahead is one more of both. With a dispatch per
+rank, D rows per token are received once and kept, and the experts' rows are made from them whenever they are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_chunk.moe.packing import packed_bytes
+from mindspeed_chunk.moe.costs.rows import ID, ChunkRows, LayerShape, balanced_rows, row_bytes
 from mindspeed_chunk.moe.schedule import Schedule, build
 
 _INDEX = 8  # bytes of an int64
 _TOTAL = 4  # bytes of an element of the totals of narrow weights' gradients: fp32
-
-
-class ChunkRows(NamedTuple):
-    """Rows of one chunk on one rank.
-
-    Attributes:
-        tokens: of the chunk.
-        sent: what leaves its tokens, K each, those for this rank's own experts included.
-        received: what its experts get, from this rank and the others.
-        largest: the most that one local expert gets.
-    """
-
-    tokens: int
-    sent: int
-    received: int
-    largest: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """One MoE layer call on one rank.
-
-    Attributes:
-        tokens: T, on this rank.
-        hidden, intermediate: H, and an expert's I.
-        experts: E, on all ranks of the expert-parallel group together.
-        top_k: K, experts a token.
-        ep: ranks of the expert-parallel group.
-        element_size: bytes of an element of the rows and of the weights.
-    """
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    ep: int
-    element_size: int
-
-    @property
-    def local_experts(self) -> int:
-        """L, the experts on this rank."""
-        return self.experts // self.ep
-
-    @property
-    def weight_elements(self) -> int:
-        """Elements of the local experts' weights: 3 L H I."""
-        return 3 * self.local_experts * self.hidden * self.intermediate
-
-
-def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
-    """Bytes of a row: in the forward, dispatched in the backward, combined in the backward.
-
-    In the backward rows are packed; with "input", the tokens ride with their gradients.
-    """
-    hidden, size = shape.hidden, shape.element_size
-    return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
 
 
 class ExpertMemory(NamedTuple):
@@ -99,22 +42,6 @@ class ExpertMemory(NamedTuple):
     def peak(self) -> int:
         """The most alive at once in either direction."""
         return max(self.forward_peak, self.backward_peak)
-
-
-def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) -> tuple[ChunkRows, ...]:
-    """The rows of each chunk where every expert is equally popular.
-
-    Args:
-        imbalance: rows that the busiest rank receives, and its busiest expert, over the mean. No rank receives more
-            than all rows of its group, EP times the mean; with EP=1 it computes its own, whatever the routing.
-    """
-    imbalance = min(imbalance, shape.ep)
-    ends = [-(-c * shape.tokens // num_chunks) for c in range(num_chunks + 1)]
-    tokens = [end - start for start, end in zip(ends, ends[1:])]
-    received = [round(n * shape.top_k * imbalance) for n in tokens]
-    return tuple(
-        ChunkRows(n, n * shape.top_k, rows, -(-rows // shape.local_experts)) for n, rows in zip(tokens, received)
-    )
 
 
 def expert_memory(
@@ -145,15 +72,15 @@ def expert_memory(
 
 
 class _Walk:
-    """A ledger of named bytes, and a method a kind of action, as the executor's walk has them."""
+    """A ledger of named bytes, and a method for each kind of action, as in the executor."""
 
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
-        self._shape, self._rows, self._keep = shape, rows, keep
+        self._shape, self._rows, self._keep, self._bytes = shape, rows, keep, row_bytes(shape, keep)
         self._row = shape.hidden * shape.element_size
         self._fc1_row = 2 * shape.intermediate * shape.element_size
         self._activated_row = shape.intermediate * shape.element_size
-        # elsewhere the rows come in the order that experts want
-        self._regroups = shape.ep > 1 and shape.local_experts > 1
+        # otherwise the rows arrive in the order that experts need
+        self._regroups = not shape.per_rank and shape.ep > 1 and shape.local_experts > 1
         self._held: dict[tuple[str, int], int] = {}
         self.now = self.peak = 0
 
@@ -174,17 +101,23 @@ class _Walk:
         for name in names:
             self.now -= self._held.pop((name, c), 0)
 
-    def _move(self, name: str, to: str, c: int) -> None:
-        self._held[to, c] = self._held.pop((name, c))
-
-    def _arrived(self, c: int, row: int, received: int) -> None:
-        """The wait: what was sent goes; the received rows are put in the experts' order through a second buffer."""
-        self._free("send", c=c)
+    def _regroup(self, c: int, row: int, received: int) -> None:
+        """The received rows are put in the experts' order through a second buffer."""
         self._pass(received * row if self._regroups else 0)
-        self._move("received", "rows", c)
+        self._held["rows", c] = self._held.pop(("received", c))
+
+    def _permute_received(self, name: str, c: int, rows: ChunkRows) -> None:
+        """The rows of the received tokens in the order of the experts; the ids are sorted for it."""
+        pairs = rows.received * self._shape.top_k
+        self._hold("pairs", c, pairs * _INDEX, beside=2 * pairs * ID)
+        self._hold(name, c, rows.at_experts * self._row, beside=rows.at_experts * _INDEX + pairs * ID)
+
+    def _sum(self, rows: int) -> int:
+        """What the sum of each token's rows needs, if some pairs have no row: the order of the rows by token."""
+        return 2 * rows * _INDEX
 
     def _product(self, rows: ChunkRows) -> int:
-        """Products are made expert by expert, and one expert's go only when the next one's are there."""
+        """Products are made expert by expert. Those of one expert are freed when the next one's exist."""
         return 2 * rows.largest * self._row if self._regroups else 0
 
 
@@ -193,37 +126,59 @@ class _Forward(_Walk):
         super().__init__(shape, rows, keep)
         self._hold("output", 0, shape.tokens * self._row)
         self._hold("route", 0, shape.tokens * shape.top_k * _INDEX)
+        self._planned = False
 
     @property
     def kept(self) -> int:
-        """Once the walk is over."""
-        return self.now - self._held["output", 0] - self._held["route", 0]
+        """At the end of the walk; the route is kept to be sent again."""
+        again = self._shape.per_rank and self._keep == "input"
+        return self.now - self._held["output", 0] - (0 if again else self._held["route", 0])
 
     def P(self, c: int, rows: ChunkRows) -> None:
-        self._hold("order", c, rows.sent * _INDEX, beside=rows.sent * _INDEX)
-        self._hold("send", c, rows.sent * self._row, beside=rows.sent * _INDEX)
+        row, pairs, sent = self._bytes.dispatch, rows.sent, rows.sent
+        packed = slots = 0
+        if self._shape.per_rank:
+            pairs = rows.tokens * min(self._shape.top_k, self._shape.ep)
+            sent, packed, slots = sent if self._planned else pairs, rows.tokens * row, pairs * _INDEX
+        self._hold("order", c, pairs * _INDEX, beside=packed + slots + pairs * _INDEX)
+        self._hold("send", c, sent * row, beside=packed + slots + sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
-        self._hold("received", c, rows.received * self._row)
+        self._planned = True
+        self._hold("received", c, rows.received * self._bytes.dispatch)
 
     def E(self, c: int, rows: ChunkRows) -> None:
-        self._arrived(c, self._row, rows.received)
-        self._hold("fc1", c, rows.received * self._fc1_row)
-        self._hold("activated", c, rows.received * self._activated_row)
+        computed = rows.at_experts
+        self._free("send", c=c)
+        if self._shape.per_rank:
+            self._permute_received("rows", c, rows)
+        else:
+            self._regroup(c, self._row, rows.received)
+        self._hold("fc1", c, computed * self._fc1_row)
+        if self._shape.per_rank:
+            self._free("rows", c=c)
+        self._hold("activated", c, computed * self._activated_row)
         if self._keep != "activations":
             self._free("fc1", c=c)
-        self._hold("send", c, rows.received * self._row, beside=self._product(rows))
-        self._free("activated", c=c)
+        if self._shape.per_rank:
+            self._hold("product", c, computed * self._row)
+            self._free("activated", c=c)
+            self._hold("send", c, rows.received * self._row, beside=self._sum(computed))
+            self._free("product", c=c)
+        else:
+            self._hold("send", c, rows.received * self._row, beside=self._product(rows))
+            self._free("activated", c=c)
         if self._keep == "input":
-            self._free("rows", c=c)
+            self._free("rows", "received", "pairs", c=c)
 
     def C(self, c: int, rows: ChunkRows) -> None:
-        self._hold("received", c, rows.sent * self._row)
+        self._hold("returned", c, rows.sent * self._row)
 
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
-        self._pass(rows.sent * _INDEX + max(rows.sent * _INDEX, rows.tokens * self._row))
-        self._free("received", c=c)
+        order = self._sum(rows.sent) if self._shape.per_rank else rows.sent * _INDEX
+        self._pass(order + max(rows.sent * _INDEX, rows.tokens * self._row))
+        self._free("returned", c=c)
 
 
 class _Backward(_Walk):
@@ -233,51 +188,68 @@ class _Backward(_Walk):
         super().__init__(shape, rows, keep)
         self._hold("kept and output", 0, kept + shape.tokens * self._row)
         self._hold("router gradient", 0, shape.tokens * shape.top_k * shape.element_size)
-        _, self._out_row, self._back_row = row_bytes(shape, keep)
 
     def P(self, c: int, rows: ChunkRows) -> None:
-        packed = rows.tokens * self._out_row
-        self._hold("send", c, rows.sent * self._out_row, beside=packed + rows.sent * _INDEX)
+        row = self._bytes.backward_dispatch
+        packed = 0 if self._shape.per_rank and self._keep != "input" else rows.tokens * row
+        self._hold("send", c, rows.sent * row, beside=packed + rows.sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
-        self._hold("received", c, rows.received * self._out_row)
+        self._hold("received", c, rows.received * self._bytes.backward_dispatch)
 
     def E(self, c: int, rows: ChunkRows) -> None:
-        activated, fc1 = rows.received * self._activated_row, rows.received * self._fc1_row
-        self._arrived(c, self._out_row, rows.received)
+        computed = rows.at_experts
+        activated, fc1 = computed * self._activated_row, computed * self._fc1_row
+        self._free("send", c=c)
+        expanded = 0  # the rows that arrive once are put in the experts' order whenever they are used
+        if not self._shape.per_rank:
+            self._regroup(c, self._bytes.backward_dispatch, rows.received)
+        else:
+            expanded = computed * self._row
+            if self._keep == "input":
+                self._permute_received("gradients", c, rows)
+            else:
+                self._hold("gradients", c, expanded, beside=computed * _INDEX)
+                self._free("received", c=c)
         again = self._keep != "activations"
         if again:
-            self._hold("fc1 gradient", c, fc1)  # fc1 itself, to begin with
+            self._hold("fc1 gradient", c, fc1, beside=expanded)  # fc1 itself, to begin with
         self._hold("activated", c, activated)
-        self._hold("activated gradient", c, activated, beside=self._row_dot(rows))
+        self._hold("activated gradient", c, activated, beside=self._row_dot(computed))
         if again:
             self._pass(activated)  # silu(gate): the gradient has fc1's place
         else:
             self._hold("fc1 gradient", c, fc1)
         self._free("activated gradient", c=c)
-        self._hold("send", c, rows.received * self._back_row, beside=self._product(rows))
+        self._hold("send", c, rows.received * self._bytes.backward_combine, beside=self._product(rows))
+        if self._shape.per_rank:
+            self._pass(expanded + max(self._sum(computed), 0) + rows.received * self._row)
         if self._keep == "input":
-            self._pass(self._weight_product())
+            self._pass(self._weight_product() + expanded)
             self._free("fc1 gradient", c=c)
+            if self._shape.per_rank:
+                self._free("received", "pairs", c=c)
 
     def C(self, c: int, rows: ChunkRows) -> None:
-        self._hold("received", c, rows.sent * self._back_row)
+        self._hold("returned", c, rows.sent * self._bytes.backward_combine)
 
     def W(self, c: int, rows: ChunkRows) -> None:
-        self._pass(self._weight_product())
-        self._free("rows", "activated", "fc1 gradient", c=c)
+        expanded = self._shape.per_rank and self._keep != "input"
+        self._pass(self._weight_product() + (rows.at_experts * self._row if expanded else 0))
+        self._free("rows", "gradients", "activated", "fc1 gradient", c=c)
 
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
-        beside = rows.sent * _INDEX + rows.tokens * self._back_row
+        order = self._sum(rows.sent) if self._shape.per_rank else rows.sent * _INDEX
+        beside = order + rows.tokens * self._bytes.backward_combine
         if ("input gradient", 0) not in self._held:
             self._hold("input gradient", 0, self._shape.tokens * self._row, beside=beside)
         self._pass(beside)
-        self._free("received", c=c)
+        self._free("returned", c=c)
 
-    def _row_dot(self, rows: ChunkRows) -> int:
+    def _row_dot(self, computed: int) -> int:
         """The products behind the router's gradient; narrow rows are widened first."""
-        elements = rows.received * self._shape.intermediate
+        elements = computed * self._shape.intermediate
         return elements * (4 + 4 + 4 if self._shape.element_size == 2 else self._shape.element_size)
 
     def _weight_product(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_chunk.hardware import ALL_TO_ALL, Device, GroupShape, collective_seconds
-from mindspeed_chunk.moe.costs.memory import ChunkRows, LayerShape, balanced_rows, row_bytes
+from mindspeed_chunk.moe.costs.rows import ChunkRows, LayerShape, balanced_rows, row_bytes
 from mindspeed_chunk.moe.schedule import Action, Timeline, build, simulate
 
 _TOTAL_SIZE = 4  # bytes of an element of the weight gradients' totals
@@ -99,26 +99,28 @@ class _Costs:
         return lambda action: cost_of(action.kind, self.rows[action.chunk])
 
     def forward(self) -> dict[str, Callable[[ChunkRows], float]]:
-        row, _, _ = row_bytes(self.shape, self.keep)
+        out, row, _, _ = row_bytes(self.shape, self.keep)
         return {
-            "P": lambda rows: self._moved((rows.tokens + rows.sent) * row),
-            "D": lambda rows: self._exchange(rows.sent, rows.received, row),
-            "E": lambda rows: self._regroup(rows, row) + self._matmuls(rows, 6) + self._activation(rows, 3),
+            "P": lambda rows: self._moved((rows.tokens + rows.sent) * out + self._packed(rows, out)),
+            "D": lambda rows: self._exchange(rows.sent, rows.received, out),
+            "E": lambda rows: self._regroup(rows, row, passes=2) + self._matmuls(rows, 6) + self._activation(rows, 3),
             "C": lambda rows: self._exchange(rows.received, rows.sent, row),
             "U": lambda rows: self._moved((rows.tokens + rows.sent) * row),
         }
 
     def backward(self) -> dict[str, Callable[[ChunkRows], float]]:
-        _, out, back = row_bytes(self.shape, self.keep)
+        _, _, out, back = row_bytes(self.shape, self.keep)
         again = 0 if self.keep == "activations" else 4
         return {
             "P": lambda rows: self._moved((rows.tokens + rows.sent) * out),
             "D": lambda rows: self._exchange(rows.sent, rows.received, out),
             "E": lambda rows: (
-                self._regroup(rows, out) + self._matmuls(rows, 6 + again) + self._activation(rows, 8 + again // 2)
+                self._regroup(rows, out, passes=2 + again // 4)
+                + self._matmuls(rows, 6 + again)
+                + self._activation(rows, 8 + again // 2)
             ),
             "C": lambda rows: self._exchange(rows.received, rows.sent, back),
-            "W": lambda rows: self._matmuls(rows, 6, totals=True),
+            "W": lambda rows: self._matmuls(rows, 6, totals=True) + self._expanded(rows),
             "U": lambda rows: self._moved((rows.tokens + rows.sent) * back),
         }
 
@@ -129,18 +131,31 @@ class _Costs:
         # a link has two directions: the fuller one decides
         return collective_seconds(ALL_TO_ALL, max(sent, received) * row, self.span, self.device)
 
-    def _regroup(self, rows: ChunkRows, row: float) -> float:
+    def _packed(self, rows: ChunkRows, row: float) -> float:
+        """Tokens are copied beside their routing before they are permuted."""
+        return 2 * rows.tokens * row if self.shape.per_rank else 0
+
+    def _expanded(self, rows: ChunkRows) -> float:
+        """The received rows, put in the experts' order."""
+        if not self.shape.per_rank:
+            return 0.0
+        return self._moved((rows.received + rows.at_experts) * self.shape.hidden * self.shape.element_size)
+
+    def _regroup(self, rows: ChunkRows, row: float, passes: int) -> float:
+        """Into the experts' order and back: one pass, or several between the received rows and the experts'."""
+        if self.shape.per_rank:
+            return passes * self._expanded(rows)
         copied = 2 * rows.received * row if self.shape.ep > 1 and self.shape.local_experts > 1 else 0
         return self._moved(copied)
 
     def _matmuls(self, rows: ChunkRows, per_row: int, *, totals: bool = False) -> float:
         """`per_row` H I operations a row; bytes of the weights, or of their gradients' totals read and written."""
         shape = self.shape
-        operations = per_row * rows.received * shape.hidden * shape.intermediate
+        operations = per_row * rows.at_experts * shape.hidden * shape.intermediate
         weights = shape.weight_elements * (2 * _TOTAL_SIZE if totals else shape.element_size * per_row / 6)
-        touched = rows.received * 2 * (shape.hidden + 3 * shape.intermediate) * shape.element_size
+        touched = rows.at_experts * 2 * (shape.hidden + 3 * shape.intermediate) * shape.element_size
         return max(operations / self.flops, self._moved(weights + touched) if rows.received else 0.0)
 
     def _activation(self, rows: ChunkRows, passes: int) -> float:
         """`passes` times [R, I] read or written: SwiGLU reads two and writes one."""
-        return self._moved(passes * rows.received * self.shape.intermediate * self.shape.element_size)
+        return self._moved(passes * rows.at_experts * self.shape.intermediate * self.shape.element_size)
