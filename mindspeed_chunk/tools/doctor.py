@@ -94,7 +94,7 @@ def examine() -> dict:
 def _without_patches() -> str:
     """Why the package at hand has none: it is a part of a checkout, and may come before the installed one."""
     here = Path(copies.core())
-    for other in copies.found():
+    for other in copies.folders():
         if Path(other, "patches").is_dir() and other != str(here):
             way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
             return f"{here} has no patches and hides {other}, which has: {way_out}, or start elsewhere"
