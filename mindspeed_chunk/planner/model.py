@@ -157,12 +157,12 @@ def load_model(name: str) -> ModelSize:
     if os.path.isdir(folder) or folder.suffix == ".json":  # not Path's, which raises for a name that is too long
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
-    found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
-    if len(found) != 1:
+    matches = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
+    if len(matches) != 1:
         rule = f"no folder with a config.json, and no built-in model ({', '.join(BUILT_IN)})"
         raise ConfigError.about("--model", name, rule, "give one of the two")
-    content = {"model_type": MODEL_TYPE, **BUILT_IN[found[0]]}
-    return from_config(content, found[0], f"{_HUB}/{found[0].upper().replace('QWEN', 'Qwen')}")
+    content = {"model_type": MODEL_TYPE, **BUILT_IN[matches[0]]}
+    return from_config(content, matches[0], f"{_HUB}/{matches[0].upper().replace('QWEN', 'Qwen')}")
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:
@@ -200,10 +200,10 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
 
 def _section(content: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
     """Empty where it is missing or null, as for transformers."""
-    found = content.get(key)
-    if not isinstance(found, Mapping | None):
-        raise _wrong(name, key, found, "must be a mapping")
-    return found or {}
+    section = content.get(key)
+    if not isinstance(section, Mapping | None):
+        raise _wrong(name, key, section, "must be a mapping")
+    return section or {}
 
 
 def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, ...]:
@@ -225,9 +225,9 @@ def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> di
     return {key: content[key] for key in keys}
 
 
-def _check_size(value: Any, most: int, name: str, key: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {most}")
+def _check_size(value: Any, largest: int, name: str, key: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {largest}")
 
 
 def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:

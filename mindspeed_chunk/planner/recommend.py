@@ -51,14 +51,14 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     ConfigError: where no layout fits the world, the model and the batch.
     """
     estimator = estimator or Estimator(job)
-    found = [estimator(setting) for setting in candidates(job)]
-    if not found:
+    tried = [estimator(setting) for setting in candidates(job)]
+    if not tried:
         rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
-    smallest = min(found, key=lambda each: each.peak)
-    fitting = sorted((each for each in found if each.peak <= job.budget), key=lambda each: each.step)
+    smallest = min(tried, key=lambda each: each.peak)
+    fitting = sorted((each for each in tried if each.peak <= job.budget), key=lambda each: each.step)
     by_layout: dict[Layout, list[Estimate]] = {}
-    for each in found:
+    for each in tried:
         by_layout.setdefault(each.setting.layout, []).append(each)
     of_layout = {layout: best_of(job, estimates) for layout, estimates in by_layout.items()}
     if not fitting:
@@ -68,11 +68,11 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     return Recommendation(best, smallest, _runners_up(best, fitting), why, of_layout)
 
 
-def best_of(job: Job, found: list[Estimate]) -> Estimate:
+def best_of(job: Job, estimates: list[Estimate]) -> Estimate:
     """Of those that fit, the plainest within 1 % of the fastest; where none does, the one with the least memory."""
-    fitting = [each for each in found if each.peak <= job.budget]
+    fitting = [each for each in estimates if each.peak <= job.budget]
     if not fitting:
-        return min(found, key=lambda each: each.peak)
+        return min(estimates, key=lambda each: each.peak)
     fastest = min(each.step for each in fitting)
     return min((each for each in fitting if each.step <= _SAME * fastest), key=_complexity)
 
@@ -215,21 +215,21 @@ def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> 
         ep = each.setting.layout.ep
         if each.peak <= job.budget and ep != layout.ep:
             steps[ep] = min(each.step, steps.get(ep, each.step))
-    told = ", ".join(f"EP={ep} {fixed(step / best.step, 2)}" for ep, step in sorted(steps.items()))
-    if told:
-        yield f"Step time of the best fitting setting with another EP, to this one's: {told}."
+    others = ", ".join(f"EP={ep} {fixed(step / best.step, 2)}" for ep, step in sorted(steps.items()))
+    if others:
+        yield f"Step time of the best fitting setting with another EP, to this one's: {others}."
 
 
 def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
-    told = (
+    text = (
         "With EP=1 MindSpeed-MM's own experts run, not this package's. They are assumed to take the time and memory of "
         "one chunk here; neither was measured."
     )
     chunked = [each for each in of_layout.values() if each.setting.layout.ep > 1 and each.peak <= job.budget]
     if chunked:
         other = min(chunked, key=lambda each: each.step)
-        told += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s a step."
-    return told
+        text += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s a step."
+    return text
 
 
 def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:

@@ -98,17 +98,17 @@ def fsdp_traffic(
             embedded trainer (`set_requires_gradient_sync`), which holds whole gradients from pass to pass for that.
     """
     syncs = passes if sync_every_pass else 1
-    found: dict[tuple[str, str, int], list[int]] = {}
+    by_group: dict[tuple[str, str, int], list[int]] = {}
     for unit in units(model, sharding):
         if unit.trained and unit.ranks > 1:
             group, elements = "edp" if unit.expert else "dp_cp", unit.gathered()
-            gathers = found.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
+            gathers = by_group.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
             gathers[0] += 2 * passes
             gathers[1] += 2 * passes * elements * recipe.gathered
-            reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
+            reductions = by_group.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
             reductions[0] += syncs
             reductions[1] += syncs * elements * REDUCED
-    return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
+    return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in by_group.items()]
 
 
 def expert_traffic(

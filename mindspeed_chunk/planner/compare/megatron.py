@@ -56,18 +56,18 @@ class Megatron(Estimator):
         """TP's, PP's and CP's, and the optimizer's; not the experts'."""
         job = self.job
         hidden = tokens * job.model.hidden_size * job.element_size
-        found = []
+        collectives = []
         if layout.tp > 1:
             calls = 4 * (job.model.num_hidden_layers // layout.pp) * passes
-            found.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
+            collectives.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
         if layout.pp > 1:
-            found.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
-        found += super()._own_traffic(layout, tokens, passes)
+            collectives.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
+        collectives += super()._own_traffic(layout, tokens, passes)
         for group, elements in zip(("dp_cp", "edp"), self._elements(layout)):
             if (ranks := layout.size(group)) > 1:
-                found.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
-                found.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
-        return found
+                collectives.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
+                collectives.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
+        return collectives
 
     def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
         return []
