@@ -55,8 +55,8 @@ def limited_link(rate: str, ranks: int = 2) -> Iterator[list[tuple[list[str], di
             _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"{name}v")
             _run("ip", "-n", name, "link", "set", f"{name}v", "up")
         _limit(ends, rate)
-        told = {"MASTER_ADDR": "10.77.0.1", ENDS: ",".join("/".join(end) for end in ends)}
-        yield [(["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", **told}) for name in names]
+        shared = {"MASTER_ADDR": "10.77.0.1", ENDS: ",".join("/".join(end) for end in ends)}
+        yield [(["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", **shared}) for name in names]
     finally:
         for name in (*names, hub):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
