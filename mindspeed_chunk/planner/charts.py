@@ -40,7 +40,7 @@ def stacked_bar(parts: Mapping[str, float], longest: float, unit: str, label: st
 
 
 def line_chart(lines: Mapping[str, Mapping[int, float]], x_label: str, y_label: str) -> str:
-    """Values against a few integers, which stand at equal distances."""
+    """Values against a few integers, drawn at equal distances."""
     xs = sorted({x for points in lines.values() for x in points})
     largest = max((value for points in lines.values() for value in points.values()), default=0.0) or 1.0
     across, up = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM

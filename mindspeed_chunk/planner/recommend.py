@@ -1,7 +1,7 @@
-"""Goes through the settings that MindSpeed-MM's FSDP2 back end has, and says which to take, and why.
+"""Goes through the settings that MindSpeed-MM's FSDP2 back end has, and recommends one, with reasons.
 
-A setting must leave `reserve` of the memory free. Of those that do, the fastest wins; of those within 1 % of it, the
-plainest: fewer chunks, more kept, less recomputed, smaller groups.
+A setting must leave `reserve` of the memory free. Among those that do, and are at most 1 % slower than the fastest, the
+plainest is recommended: fewer chunks, more kept, less recomputed, smaller groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
-_POLICIES = ("none", "full", "offload")  # those that the yaml can ask for
+_POLICIES = ("none", "full", "offload")  # those that the yaml can select
 _SAME = 1.01  # times the fastest
 _RUNNERS_UP = 4
 _LARGEST_MICRO_BATCH = 8
@@ -28,11 +28,11 @@ _LARGEST_MICRO_BATCH = 8
 
 class Recommendation(NamedTuple):
     """Attributes:
-    best: None where nothing fits.
-    smallest: of all settings, the one that takes the least memory.
+    best: None if nothing fits.
+    smallest: of all settings, the one that needs the least memory.
     runners_up: the next ones, each with another layout, policy or way to batch.
     why: sentences.
-    of_layout: each layout's own best setting, or where none fits the one that takes the least memory.
+    of_layout: each layout's own best setting or, if none fits, the one that needs the least memory.
     """
 
     best: Estimate | None
@@ -48,7 +48,7 @@ class Recommendation(NamedTuple):
 
 def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     """Raises:
-    ConfigError: where no layout fits the world, the model and the batch.
+    ConfigError: if no layout fits the world, the model and the batch.
     """
     estimator = estimator or Estimator(job)
     tried = [estimator(setting) for setting in candidates(job)]
@@ -69,7 +69,7 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
 
 
 def best_of(job: Job, estimates: list[Estimate]) -> Estimate:
-    """Of those that fit, the plainest within 1 % of the fastest; where none does, the one with the least memory."""
+    """Of those that fit, the plainest within 1 % of the fastest; if none fits, the one with the least memory."""
     fitting = [each for each in estimates if each.peak <= job.budget]
     if not fitting:
         return min(estimates, key=lambda each: each.peak)
@@ -167,8 +167,8 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
         )
     if setting.policy == "none":
         yield (
-            "Nothing is recomputed: what blocks keep beside their experts is counted, not measured. Look at the memory "
-            "of a first step, or take a runner-up that recomputes."
+            "Nothing is recomputed: what blocks keep outside their experts is counted, not measured. Look at the "
+            "memory of a first step, or take a runner-up that recomputes."
         )
     if job.recipe.name not in FSDP2_RECIPES:
         yield (
@@ -182,8 +182,8 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
             for traffic in map(estimator.traffic, (other.setting, setting))
         ]
         yield (
-            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters a step "
-            f"where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
+            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters per "
+            f"step, where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
             f"the step takes {fixed(best.step / other.step, 2)} of the time."
         )
     if job.imbalance > 1:
@@ -205,8 +205,8 @@ def _imbalance(job: Job, layout: Layout) -> str:
 def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> Iterator[str]:
     layout = best.setting.layout
     if layout.ep > 1:
-        where = "inside of a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
-        yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts a rank."
+        where = "inside a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
+        yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts per rank."
     else:
         yield "EP=1: no token leaves its rank; every rank gathers all experts of a layer in turn."
         yield _assumed(job, of_layout)
@@ -228,7 +228,7 @@ def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
     chunked = [each for each in of_layout.values() if each.setting.layout.ep > 1 and each.peak <= job.budget]
     if chunked:
         other = min(chunked, key=lambda each: each.step)
-        text += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s a step."
+        text += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s per step."
     return text
 
 

@@ -1,6 +1,6 @@
-"""Everything that `mindspeed-chunk plan` tells about a job, as one dictionary of plain values.
+"""Everything that `mindspeed-chunk plan` reports about a job, as one dictionary of plain values.
 
-The terminal's tables, the json output and the page are three renderings of it. Bytes are integers, times are seconds.
+The terminal's tables, the json output and the page all show this dictionary. Bytes are integers, times are seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mindspeed_chunk.planner.state import state_bytes
 from mindspeed_chunk.planner.traffic import exchanges
 
 _SHOWN_LAYOUTS = 6
-# of each way to share a sequence: why it cannot, and what it sends
+# for each way to share a sequence: why it is impossible, and what it sends
 _CONTEXTS = {"ulysses": (ulysses_problem, ulysses_traffic), "ring": (ring_problem, ring_traffic)}
 
 
 def make_report(job: Job) -> dict[str, Any]:
-    """Raises ConfigError where no plan can be made."""
+    """Raises ConfigError if nothing can be recommended."""
     estimator = Estimator(job)
     recommendation = recommend(job, estimator)
     chosen = recommendation.chosen
@@ -94,9 +94,9 @@ def _recommendation(job: Job, recommendation: Recommendation) -> dict[str, Any]:
 
 
 def _layouts(job: Job, estimator: Estimator, recommendation: Recommendation) -> Iterator[dict[str, Any]]:
-    """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first.
+    """The chosen one, the pair of 3D layouts next to each other, and the fastest others, those that fit first.
 
-    Each with its own best setting, those with TP or PP of what `Megatron` tries.
+    Each has its own best setting; those with TP or PP have the best that `Megatron` tries.
     """
     megatron, pair = Megatron(job), list(megatron_layouts.pair(job))
     yield _layout(estimator, recommendation.chosen, "recommended" if recommendation.best else "least memory")
@@ -178,7 +178,7 @@ def _sequence(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
-    """One MoE layer for every N, schedule and memory mode; of a setting without expert parallelism, with one node's."""
+    """One MoE layer for every N, schedule and memory mode; without expert parallelism in the setting, EP of a node."""
     job = estimator.job
     if chosen.layout.ep == 1:
         chosen = dataclasses.replace(chosen, layout=chosen.layout._replace(ep=_node_ep(job, chosen.layout)))

@@ -14,7 +14,7 @@ _Cell = Callable[[_Report], object]
 
 
 def job_lines(job: _Report) -> tuple[str, str, str]:
-    """What is planned for, with which sizes, and what the times are."""
+    """What the report is for, with which sizes, and what its times are."""
     return (
         f"{job['model']} on {job['nodes']} x {job['devices_per_node']} {job['device']}",
         f"{billions(job['parameters'])} parameters, {billions(job['active_parameters'])} per token; "
@@ -42,7 +42,7 @@ def settings(recommendation: _Report) -> Table:
 
 def layouts(entries: list[_Report], *, wide: bool = False) -> Table:
     """Args:
-    wide: also the kinds of groups that are inside of a node, for which 80 columns have no place.
+    wide: also the kinds of groups that are inside a node; 80 columns are too narrow for them.
     """
     return Table.of(
         "layouts, each with its own best setting",
