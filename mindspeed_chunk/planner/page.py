@@ -1,4 +1,4 @@
-"""The plan's report as one page: no request to anywhere, light and dark, for a desk and for a phone."""
+"""The planner's report as one page: it loads nothing, is light or dark, and fits large and small screens."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Megatron(Estimator):
         return {}
 
     def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
-        """TP's, PP's and CP's, and the optimizer's; not the experts'."""
+        """The collectives of TP, PP, CP and the optimizer, without those of the experts."""
         job = self.job
         hidden = tokens * job.model.hidden_size * job.element_size
         collectives = []
@@ -73,13 +73,13 @@ class Megatron(Estimator):
         return []
 
     def _elements(self, layout: Layout) -> tuple[int, int]:
-        """On one rank: of everything but the experts, and of these."""
+        """On one rank: of everything except the experts, and of the experts."""
         others, experts = num_by_kind(self.job.model)
         return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
 
 
 def pair(job: Job) -> Iterator[tuple[Layout, str | None]]:
-    """The two layouts that are always shown, side by side, each with its problem."""
+    """The two layouts that are always shown, next to each other, each with its problem or None."""
     for part, pp in _PAIR:
         tp = max(1, job.devices_per_node // part)
         layout = Layout(tp=tp, dp=max(1, job.world // (tp * pp)), pp=pp)
