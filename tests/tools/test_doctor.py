@@ -19,7 +19,7 @@ from mindspeed_chunk.patches import config_name, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("MINDSPEED_CHUNK_", "MINDSPEED_HOME", "MINDSPEED_MM_HOME", "TORCH_DEVICE", "NON_MEGATRON", "ASCEND_")
 EP = "mindspeed_mm/fsdp/distributed/expert_parallel"
 CHUNKMOE_PATCHES = ("config name", "start checks", "expert-parallel plan", "dispatcher", "published module")
