@@ -281,7 +281,7 @@ class _Chunk:
         # rows of padded tokens are last and are not sent
         self.send = self.send[: plan.num_sent]
         self.received, self.work = all_to_all(
-            self.send, plan.send_splits, plan.recv_splits, group, name, most=plan.most
+            self.send, plan.send_splits, plan.recv_splits, group, name, max_split=plan.max_split
         )
         self.in_flight = True
 
@@ -289,7 +289,7 @@ class _Chunk:
         """Launch the all-to-all back."""
         assert self.send is not None  # E before C
         self.received, self.work = all_to_all(
-            self.send, plan.recv_splits, plan.send_splits, group, name, dispatch.padding_rows(plan), plan.most
+            self.send, plan.recv_splits, plan.send_splits, group, name, dispatch.padding_rows(plan), plan.max_split
         )
         self.in_flight = False
 

@@ -1,4 +1,4 @@
-"""Bytes that one Chunk MoE layer call keeps and holds at most, found by walking the executor's own schedule.
+"""Bytes that one Chunk MoE layer call keeps and holds at most, counted by walking the executor's own schedule.
 
 T tokens here, H hidden, K experts per token, R rows at the experts, I expert intermediate, F = 2I, L experts here,
 s bytes per element. Every buffer is entered in a ledger when the executor makes it and taken out when the executor
@@ -30,7 +30,7 @@ class ExpertMemory(NamedTuple):
         kept: alive between forward and backward, without the output.
         forward_peak: the most alive at once in the forward; with the output.
         backward_peak: the same in the backward; with the output and the gradient of the input, without `weight_grads`.
-        weight_grads: the totals that the chunks' weight gradients are summed in, fp32 for narrower weights.
+        weight_grads: the totals in which the chunks' weight gradients are summed, fp32 for narrower weights.
     """
 
     kept: int
@@ -57,12 +57,12 @@ def expert_memory(
 
     Args:
         schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
-        rows: of each chunk, where they are known, in place of `num_chunks`; otherwise `balanced_rows`.
+        rows: of each chunk, if they are known, instead of `num_chunks`; otherwise `balanced_rows`.
     """
     rows = rows or balanced_rows(shape, num_chunks)
-    forward = _Forward(shape, rows, keep)
+    forward = _ForwardLedger(shape, rows, keep)
     forward.run(build(schedule, len(rows), lookahead=lookahead))
-    backward = _Backward(shape, rows, keep, forward.kept)
+    backward = _BackwardLedger(shape, rows, keep, forward.kept)
     backward.run(build(schedule, len(rows), lookahead=lookahead, backward=True))
     narrow = shape.element_size == 2
     # at the end, the totals are cast to the weights' format, all at once
@@ -71,7 +71,7 @@ def expert_memory(
     return ExpertMemory(forward.kept, forward.peak, backward_peak, weight_grads)
 
 
-class _Walk:
+class _Ledger:
     """A ledger of named bytes, and a method for each kind of action, as in the executor."""
 
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
@@ -88,11 +88,11 @@ class _Walk:
         for kind, c in schedule:
             getattr(self, kind)(c, self._rows[c])
 
-    def _hold(self, name: str, c: int, nbytes: int, beside: int = 0) -> None:
-        """Enter a buffer; `beside` are bytes that are alive only while it is made."""
+    def _hold(self, name: str, c: int, nbytes: int, transient: int = 0) -> None:
+        """Enter a buffer; `transient` are bytes that are alive only while it is made."""
         self._held[name, c] = nbytes
         self.now += nbytes
-        self._pass(beside)
+        self._pass(transient)
 
     def _pass(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.now + nbytes)
@@ -109,8 +109,8 @@ class _Walk:
     def _permute_received(self, name: str, c: int, rows: ChunkRows) -> None:
         """The rows of the received tokens in the order of the experts; the ids are sorted for it."""
         pairs = rows.received * self._shape.top_k
-        self._hold("pairs", c, pairs * _INDEX, beside=2 * pairs * ID)
-        self._hold(name, c, rows.at_experts * self._row, beside=rows.at_experts * _INDEX + pairs * ID)
+        self._hold("pairs", c, pairs * _INDEX, transient=2 * pairs * ID)
+        self._hold(name, c, rows.at_experts * self._row, transient=rows.at_experts * _INDEX + pairs * ID)
 
     def _sum(self, rows: int) -> int:
         """What the sum of each token's rows needs, if some pairs have no row: the order of the rows by token."""
@@ -121,7 +121,7 @@ class _Walk:
         return 2 * rows.largest * self._row if self._regroups else 0
 
 
-class _Forward(_Walk):
+class _ForwardLedger(_Ledger):
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
         super().__init__(shape, rows, keep)
         self._hold("output", 0, shape.tokens * self._row)
@@ -140,8 +140,8 @@ class _Forward(_Walk):
         if self._shape.per_rank:
             pairs = rows.tokens * min(self._shape.top_k, self._shape.ep)
             sent, packed, slots = sent if self._planned else pairs, rows.tokens * row, pairs * _INDEX
-        self._hold("order", c, pairs * _INDEX, beside=packed + slots + pairs * _INDEX)
-        self._hold("send", c, sent * row, beside=packed + slots + sent * _INDEX)
+        self._hold("order", c, pairs * _INDEX, transient=packed + slots + pairs * _INDEX)
+        self._hold("send", c, sent * row, transient=packed + slots + sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
         self._planned = True
@@ -163,10 +163,10 @@ class _Forward(_Walk):
         if self._shape.per_rank:
             self._hold("product", c, computed * self._row)
             self._free("activated", c=c)
-            self._hold("send", c, rows.received * self._row, beside=self._sum(computed))
+            self._hold("send", c, rows.received * self._row, transient=self._sum(computed))
             self._free("product", c=c)
         else:
-            self._hold("send", c, rows.received * self._row, beside=self._product(rows))
+            self._hold("send", c, rows.received * self._row, transient=self._product(rows))
             self._free("activated", c=c)
         if self._keep == "input":
             self._free("rows", "received", "pairs", c=c)
@@ -181,8 +181,8 @@ class _Forward(_Walk):
         self._free("returned", c=c)
 
 
-class _Backward(_Walk):
-    """The kept bytes and the output stay to the end: the node's saved tensors are freed after it has run."""
+class _BackwardLedger(_Ledger):
+    """The kept bytes and the output stay until the end: the node's saved tensors are freed after it has run."""
 
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str, kept: int) -> None:
         super().__init__(shape, rows, keep)
@@ -192,7 +192,7 @@ class _Backward(_Walk):
     def P(self, c: int, rows: ChunkRows) -> None:
         row = self._bytes.backward_dispatch
         packed = 0 if self._shape.per_rank and self._keep != "input" else rows.tokens * row
-        self._hold("send", c, rows.sent * row, beside=packed + rows.sent * _INDEX)
+        self._hold("send", c, rows.sent * row, transient=packed + rows.sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
         self._hold("received", c, rows.received * self._bytes.backward_dispatch)
@@ -209,19 +209,19 @@ class _Backward(_Walk):
             if self._keep == "input":
                 self._permute_received("gradients", c, rows)
             else:
-                self._hold("gradients", c, expanded, beside=computed * _INDEX)
+                self._hold("gradients", c, expanded, transient=computed * _INDEX)
                 self._free("received", c=c)
         again = self._keep != "activations"
         if again:
-            self._hold("fc1 gradient", c, fc1, beside=expanded)  # fc1 itself, to begin with
+            self._hold("fc1 gradient", c, fc1, transient=expanded)  # fc1 itself, to begin with
         self._hold("activated", c, activated)
-        self._hold("activated gradient", c, activated, beside=self._row_dot(computed))
+        self._hold("activated gradient", c, activated, transient=self._row_dot(computed))
         if again:
-            self._pass(activated)  # silu(gate): the gradient has fc1's place
+            self._pass(activated)  # silu(gate): the gradient is in the buffer of fc1
         else:
             self._hold("fc1 gradient", c, fc1)
         self._free("activated gradient", c=c)
-        self._hold("send", c, rows.received * self._bytes.backward_combine, beside=self._product(rows))
+        self._hold("send", c, rows.received * self._bytes.backward_combine, transient=self._product(rows))
         if self._shape.per_rank:
             self._pass(expanded + max(self._sum(computed), 0) + rows.received * self._row)
         if self._keep == "input":
@@ -241,10 +241,10 @@ class _Backward(_Walk):
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
         order = self._sum(rows.sent) if self._shape.per_rank else rows.sent * _INDEX
-        beside = order + rows.tokens * self._bytes.backward_combine
+        transient = order + rows.tokens * self._bytes.backward_combine
         if ("input gradient", 0) not in self._held:
-            self._hold("input gradient", 0, self._shape.tokens * self._row, beside=beside)
-        self._pass(beside)
+            self._hold("input gradient", 0, self._shape.tokens * self._row, transient=transient)
+        self._pass(transient)
         self._free("returned", c=c)
 
     def _row_dot(self, computed: int) -> int:
