@@ -319,6 +319,7 @@ class PerRank(_Sizes):
             weight_grad_QK = weight_grad_R.new_zeros((len(send_QW), self.top_k))
             self.ops.rows_of_backward(weight_grad_R, order, weight_grad_QK)
             self._back.array(send_QW, 0).copy_(weight_grad_QK)
+            del weight_grad_QK
         if self.needs.rows:
             send_QW[:, : self.hidden] = self.ops.permute_backward(rows_grad(None), order, self.top_k)
         return send_QW

@@ -124,11 +124,16 @@ def layer_memory(experts, x_TH, index_TK, weight_TK, grad_TH):
         return kept, forward, live.peak
 
 
-def rows_of(indices, num_chunks, rank, num_experts):
+def rows_of(indices, num_chunks, rank, num_experts, dispatch="per_expert"):
     """ChunkRows of this rank from every rank's [T, K] expert ids."""
     local = num_experts // len(indices)
     rows = []
     for parts in zip(*(index.split(-(-len(index) // num_chunks)) for index in indices)):
         here = Counter(n for part in parts for n in part.flatten().tolist() if n // local == rank)
-        rows.append(ChunkRows(len(parts[rank]), parts[rank].numel(), here.total(), max(here.values())))
+        sent, received = parts[rank].numel(), here.total()
+        if dispatch == "per_rank":
+            ranks_of = [[{n // local for n in token} for token in part.tolist()] for part in parts]
+            sent = sum(map(len, ranks_of[rank]))
+            received = sum(rank in ranks for tokens in ranks_of for ranks in tokens)
+        rows.append(ChunkRows(len(parts[rank]), sent, received, max(here.values()), here.total()))
     return rows

@@ -31,10 +31,11 @@ def one_of_two(monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("dispatch", ["per_expert", "per_rank"])
 @pytest.mark.parametrize(
     "size, dtype", [("tiny", torch.float32), ("tiny", torch.bfloat16), ("middle", torch.float32)], ids=str
 )
-def test_the_ledger_is_within_1_percent_of_the_tracker(size, dtype, one_of_two):
+def test_the_ledger_is_within_1_percent_of_the_tracker(size, dtype, dispatch, one_of_two):
     tokens, hidden, width, experts, top_k = SIZES[size]
     generator = torch.Generator().manual_seed(0)
     index_TK = torch.multinomial(torch.ones(tokens, experts), top_k, generator=generator)
@@ -46,7 +47,7 @@ def test_the_ledger_is_within_1_percent_of_the_tracker(size, dtype, one_of_two):
     weights = (normal(experts // 2, 2 * width, hidden), normal(experts // 2, hidden, width))
     shape = LayerShape(
         tokens=tokens, hidden=hidden, intermediate=width, experts=experts, top_k=top_k, ep=2,
-        element_size=dtype.itemsize,
+        element_size=dtype.itemsize, dispatch=dispatch,
     )  # fmt: skip
     for keep in KEEPS:
         for schedule, lookahead in (
@@ -59,13 +60,14 @@ def test_the_ledger_is_within_1_percent_of_the_tracker(size, dtype, one_of_two):
                     chunk_moe_keep=keep,
                     chunk_moe_schedule=schedule,
                     chunk_moe_lookahead=lookahead,
+                    chunk_moe_dispatch=dispatch,
                 )
                 layer = dispatcher.ChunkMoEDispatcher(config, weight_layout="LFH")
                 with LiveBytes() as live:
                     out_TH = layer(experts, weight_TK, index_TK, x_TH, *weights, one_of_two)
                     kept, forward, live.peak = live.now - out_TH.nbytes, live.peak, live.now
                     torch.autograd.grad(out_TH, (x_TH, weight_TK, *weights), grad_TH)
-                rows = planner_ranks.rows_of([index_TK, index_TK], n, 0, experts)
+                rows = planner_ranks.rows_of([index_TK, index_TK], n, 0, experts, dispatch)
                 found = expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, lookahead=lookahead, rows=rows)
                 assert found.kept == pytest.approx(kept, rel=TOLERANCE, abs=planner_ranks.A_FEW_COUNTS), (
                     keep,

@@ -112,9 +112,12 @@ class _Ledger:
         self._hold("pairs", c, pairs * _INDEX, transient=2 * pairs * ID)
         self._hold(name, c, rows.at_experts * self._row, transient=rows.at_experts * _INDEX + pairs * ID)
 
-    def _sum(self, rows: int) -> int:
-        """What the sum of each token's rows needs, if some pairs have no row: the order of the rows by token."""
-        return 2 * rows * _INDEX
+    def _sum(self, rows: int, *, weighted: bool = False) -> int:
+        """The sum of each token's rows, if some pairs have no row, needs the order of the rows by token.
+
+        With weights, it also needs the weight and the token of each row.
+        """
+        return rows * (2 * _INDEX + (self._shape.element_size + _INDEX if weighted else 0))
 
     def _product(self, rows: ChunkRows) -> int:
         """Products are made expert by expert. Those of one expert are freed when the next one's exist."""
@@ -163,7 +166,8 @@ class _ForwardLedger(_Ledger):
         if self._shape.per_rank:
             self._hold("product", c, computed * self._row)
             self._free("activated", c=c)
-            self._hold("send", c, rows.received * self._row, transient=self._sum(computed))
+            weights = rows.received * self._shape.top_k * self._shape.element_size
+            self._hold("send", c, rows.received * self._row, transient=self._sum(computed, weighted=True) + weights)
             self._free("product", c=c)
         else:
             self._hold("send", c, rows.received * self._row, transient=self._product(rows))
@@ -223,7 +227,7 @@ class _BackwardLedger(_Ledger):
         self._free("activated gradient", c=c)
         self._hold("send", c, rows.received * self._bytes.backward_combine, transient=self._product(rows))
         if self._shape.per_rank:
-            self._pass(expanded + max(self._sum(computed), 0) + rows.received * self._row)
+            self._pass(expanded + self._sum(computed) + rows.received * self._row)
         if self._keep == "input":
             self._pass(self._weight_product() + expanded)
             self._free("fc1 gradient", c=c)
