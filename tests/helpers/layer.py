@@ -31,7 +31,7 @@ class Case:
     tokens: one number a rank, reused in turn.
     routing: "random", "balanced", "first" or "last" (all rows to that expert), "one_rank" (all to the last rank's
         experts), "alternate" (token t only to experts of rank t // 2 % ranks, so that ranks are empty in turn).
-    lookahead, keep: see ChunkMoEConfig.
+    lookahead, keep, dispatch: see ChunkMoEConfig.
     frozen: names out of `NAMES` that need no gradient.
     router_dtype: of the router weights, if not the rows'.
     """
@@ -41,6 +41,7 @@ class Case:
     schedule: str = "rolling"
     lookahead: int = 1
     keep: str = "activations"
+    dispatch: str = "auto"
     layout: str = "LHF"
     tokens: tuple[int, ...] = (13, 9)
     hidden: int = 10
@@ -62,6 +63,7 @@ class Case:
             moe_num_chunks=self.chunks,
             moe_chunk_size=self.chunk_size,
             chunk_moe_keep=self.keep,
+            chunk_moe_dispatch=self.dispatch,
             chunk_moe_schedule=self.schedule,
             chunk_moe_lookahead=self.lookahead,
         )

@@ -14,11 +14,15 @@ from mindspeed_chunk import log
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.moe import auto
 from mindspeed_chunk.moe.auto import NumChunks, busiest_rows, received
+from mindspeed_chunk.moe.costs.rows import LayerShape
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+from mindspeed_chunk.moe.plan import Counts
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.planner import Device, Link
 
-COUNTS = torch.randint(0, 9, (2, 4, 6), generator=torch.Generator().manual_seed(0))  # [ranks, slices, experts]
+ROWS = torch.randint(0, 9, (2, 4, 6), generator=torch.Generator().manual_seed(0))  # [ranks, slices, experts]
+ONCE = torch.randint(0, 9, (2, 4, 2), generator=torch.Generator().manual_seed(1))  # [ranks, slices, ranks]
+COUNTS = Counts(ROWS, ROWS[:, :, :3], ONCE)
 
 
 def device(link_rate, flops=1e9):
@@ -26,17 +30,23 @@ def device(link_rate, flops=1e9):
     return Device(name="test", memory=1e9, flops={"torch.float64": flops}, memory_rate=1e9, intra=link, inter=link)
 
 
-def test_busiest_rows_the_busiest_rank_by_hand():
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_busiest_rows_the_busiest_rank_by_hand(per_rank):
     for chunks in (1, 2, 4):
         run = 4 // chunks
         by_hand = []
         for c in range(chunks):
-            part = COUNTS[:, c * run : (c + 1) * run].sum(1)  # [ranks, experts]
+            part = ROWS[:, c * run : (c + 1) * run].sum(1)  # [ranks, experts]
             to_rank = [int(part[:, :3].sum()), int(part[:, 3:].sum())]
-            assert received(COUNTS, chunks)[c].tolist() == to_rank
+            assert received(ROWS, chunks)[c].tolist() == to_rank
             sent = int(part.sum(1).max())
-            by_hand.append((-(-sent // 3), sent, max(to_rank), int(part.sum(0).max())))
-        assert list(map(tuple, busiest_rows(COUNTS, chunks, 3))) == by_hand
+            tokens, largest, computed = -(-sent // 3), int(part.sum(0).max()), max(to_rank)
+            arrived = computed
+            if per_rank:
+                once = ONCE[:, c * run : (c + 1) * run].sum(1)
+                sent, arrived = int(once.sum(1).max()), int(once.sum(0).max())
+            by_hand.append((tokens, sent, arrived, largest, computed))
+        assert list(map(tuple, busiest_rows(COUNTS, chunks, 3, per_rank))) == by_hand
 
 
 @pytest.mark.parametrize(
@@ -59,17 +69,22 @@ def test_a_slow_link_takes_more_chunks_than_a_fast_one_and_the_reason_is_told(ca
     for name, rate in (("fast", 1e15), ("even", 2e8)):
         dispatcher = ChunkMoEDispatcher(ChunkMoEConfig(chunk_moe_auto=True))
         arguments = mock.Mock(
-            selected_experts=layer.index, compute_dtype=torch.float64, x_TH=layer.x, fc2_width=24, num_experts=8,
-            group=None,
+            selected_experts=layer.index, compute_dtype=torch.float64, x_TH=layer.x, group=None,
+            shape=lambda: LayerShape(
+                tokens=256, hidden=32, intermediate=24, experts=8, top_k=3, ep=2, element_size=8
+            ),
         )  # fmt: skip
-        counts = torch.full((2, 16, 8), 96)
+        counts = Counts(torch.full((2, 16, 8), 96), torch.full((2, 16, 4), 96), torch.full((2, 16, 0), 0))
         log._said.clear()
         with (
             mock.patch.object(auto, "measure", lambda *_, rate=rate: calls.append(1) or device(rate)),
             caplog.at_level(logging.INFO, logger="mindspeed_chunk"),
         ):
-            chosen[name] = dispatcher._num_chunks.choose(counts, arguments, None)
-            assert dispatcher._num_chunks.choose(counts * 3, arguments, None) == chosen[name]
+            chosen[name] = dispatcher._num_chunks.choose(counts, arguments, None, "per_expert")
+            assert (
+                dispatcher._num_chunks.choose(Counts(*(each * 3 for each in counts)), arguments, None, "per_expert")
+                == chosen[name]
+            )
     assert chosen["fast"] == 1 < chosen["even"] and len(calls) == 2
     first, second = (record.getMessage() for record in caplog.records if "chunk_moe_auto" in record.getMessage())
     assert "chunk_moe_auto: 1 chunks" in first and f"chunk_moe_auto: {chosen['even']} chunks" in second
@@ -113,7 +128,7 @@ def test_more_chunks_where_rows_pile_up_and_only_there():
 def test_a_cap_that_cannot_be_kept_is_told(caplog):
     chunks = NumChunks(ChunkMoEConfig(moe_num_chunks=2, chunk_moe_max_rows=1))
     for _ in range(4):
-        assert chunks.choose(COUNTS, None, None) == 4
+        assert chunks.choose(COUNTS, None, None, "per_rank") == 4
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3 and "chunk_moe_max_rows: 1: one of 4 chunks has" in lines[0] and "(time 4)" in lines[2]
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from launcher import run_ranks
 from mindspeed_chunk.moe.plan import (
     ChunkSlices,
+    Columns,
     Gather,
     PendingPlan,
     agree_num_chunks,
-    count_keys,
     merged,
-    num_counts,
     plan_chunks,
+    rank_slots,
     route,
 )
 from mindspeed_chunk.observe import observe
@@ -60,15 +60,16 @@ def test_route_marks_what_is_out_of_range_and_what_is_padding():
 def gather_of(index_TK, pad_T, num_chunks, num_experts, group=None, word=1, on_disagreement=None):
     route_TK = route(index_TK, num_experts, pad_T)
     cut = ChunkSlices(len(index_TK), num_chunks)
-    counts = cpu.count(count_keys(route_TK, cut, num_experts), num_counts(num_chunks, num_experts))
+    columns = Columns(num_experts, dist.get_world_size(group) if group else 0)
+    counts = cpu.count(columns.keys(route_TK, cut), num_chunks * columns.total)
     assert counts.dtype == torch.int64
     none = counts.new_zeros(1)
-    return Gather(counts, num_experts, none, word, group, on_disagreement, on_rerouted=None)
+    return Gather(counts, columns, none, word, group, on_disagreement, on_rerouted=None)
 
 
-def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, **agreement):
+def plan_of(index_TK, pad_T, num_chunks, num_experts, group=None, per_rank=False, **agreement):
     gather = gather_of(index_TK, pad_T, num_chunks, num_experts, group, **agreement)
-    return PendingPlan(gather.read, ChunkSlices(len(index_TK), num_chunks).slices, group)
+    return PendingPlan(gather.read, ChunkSlices(len(index_TK), num_chunks).slices, group, per_rank)
 
 
 def inputs_of(rank, tokens, num_experts, top_k):
@@ -120,6 +121,45 @@ def test_plan_is_what_counting_by_hand_gives(ranks):
             assert sent == [tuple(column) for column in zip(*received, strict=True)]  # from a to b, as b from a
 
 
+def check_plans_per_rank(rank, world_size, chunks):
+    num_experts, tokens = 8, (11, 4, 0, 7)[:world_size]
+    local = num_experts // world_size
+    everybody = [inputs_of(r, tokens, num_experts, 3) for r in range(world_size)]
+
+    def once(source, chunk, num_chunks, peer):
+        index, pad = everybody[source]
+        part = slice(*(-(-c * tokens[source] // num_chunks) for c in (chunk, chunk + 1)))
+        return int((index[part][~pad[part]] // local == peer).any(1).sum())
+
+    for num_chunks in chunks:
+        inputs = (*everybody[rank], num_chunks, num_experts, dist.group.WORLD)
+        each, plan = plan_of(*inputs).wait(), plan_of(*inputs, per_rank=True).wait()
+        for c, chunk in enumerate(plan):
+            assert chunk.send_splits == tuple(once(rank, c, num_chunks, peer) for peer in range(world_size))
+            assert chunk.recv_splits == tuple(once(source, c, num_chunks, rank) for source in range(world_size))
+            assert chunk.groups.counts == (each[c].groups.rows_per_expert,)
+            assert chunk.groups.on_device.tolist() == [list(each[c].groups.rows_per_expert)]
+            pairs = itertools.permutations(range(world_size), 2)
+            assert chunk.max_split == max(once(source, c, num_chunks, peer) for source, peer in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plan_per_rank_counts_a_token_once_for_each_rank(ranks):
+    run_ranks(check_plans_per_rank, ranks, (1, 3))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_slots_name_each_rank_of_a_token_once(ranks):
+    generator = torch.Generator().manual_seed(ranks)
+    for top_k in (1, 2, 3, 5):
+        route_TK = torch.randint(-1, 10, (50, top_k), generator=generator)  # -1 and 8 are out of range, 9 is padding
+        slots_TD = rank_slots(route_TK, 8, ranks)
+        assert slots_TD.shape == (50, min(top_k, ranks))
+        for routes, slots in zip(route_TK.tolist(), slots_TD.tolist(), strict=True):
+            wanted = sorted({n * ranks // 8 for n in routes if 0 <= n < 8})
+            assert sorted(slots) == wanted + [ranks] * (len(slots) - len(wanted))
+
+
 def test_plan_without_a_group_needs_no_process_group():
     index, pad = inputs_of(0, (11,), 8, 3)
     with observe() as events:
@@ -132,13 +172,13 @@ def merged_plans(rank, world_size):
     inputs = inputs_of(rank, (11, 4), 8, 3)
     counts = gather_of(*inputs, 6, 8, dist.group.WORLD).read()
     slices = ChunkSlices(len(inputs[0]), 6).slices
-    fine = plan_chunks(counts, slices, rank)
-    for chunks in (1, 2, 3, 6):
+    fine, once = (plan_chunks(counts, slices, rank, per_rank) for per_rank in (False, True))
+    for chunks, per_rank in itertools.product((1, 2, 3, 6), (False, True)):
         tokens, run = merged(slices, chunks), 6 // chunks
-        coarse = plan_chunks(counts.merged(chunks), tokens, rank)
+        coarse = plan_chunks(counts.merged(chunks), tokens, rank, per_rank)
         assert tokens == tuple(chunk.tokens for chunk in coarse) and len(coarse) == chunks
         for c, chunk in enumerate(coarse):
-            parts = fine[c * run : (c + 1) * run]
+            parts = (once if per_rank else fine)[c * run : (c + 1) * run]
             assert (chunk.tokens.start, chunk.tokens.stop) == (parts[0].tokens.start, parts[-1].tokens.stop)
             for field in ("send_splits", "recv_splits"):
                 assert getattr(chunk, field) == tuple(map(sum, zip(*(getattr(part, field) for part in parts))))

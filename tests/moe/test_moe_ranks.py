@@ -15,13 +15,20 @@ from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
 
-def cases() -> list[Case]:
+def cases(dispatch: str) -> list[Case]:
     modes = itertools.product(SCHEDULES, KEEPS, ("LHF", "LFH"))
     dtypes = itertools.cycle((torch.float64, torch.float32, torch.bfloat16))
     found = []
     for schedule, keep, layout in modes:
         for change in (*ROUTINGS, *SIZES, *OTHERS):
-            own = {"schedule": schedule, "keep": keep, "layout": layout, "chunks": 3, "dtype": next(dtypes)}
+            own = {
+                "dispatch": dispatch,
+                "schedule": schedule,
+                "keep": keep,
+                "layout": layout,
+                "chunks": 3,
+                "dtype": next(dtypes),
+            }
             found.append(Case(**{**own, **change}))
     return found
 
@@ -30,9 +37,10 @@ def check_all(rank, world_size, cases):
     return [max(check(case, rank, world_size, dist.group.WORLD).values()) for case in cases]
 
 
+@pytest.mark.parametrize("dispatch", ["per_expert", "per_rank"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_matches_the_reference(ranks):
-    run_ranks(check_all, ranks, cases())
+def test_matches_the_reference(ranks, dispatch):
+    run_ranks(check_all, ranks, cases(dispatch))
 
 
 def check_plain(rank, world_size, cases):

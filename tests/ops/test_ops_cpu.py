@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_chunk import log, ops
 from mindspeed_chunk.moe import reference
-from mindspeed_chunk.moe.packing import packed_weight, packed_width
+from mindspeed_chunk.moe.packing import Packing
 from mindspeed_chunk.ops import BACK_ENDS, cpu
 from mindspeed_chunk.ops.groups import Groups
 
@@ -137,17 +137,50 @@ def test_clamped_swiglu_at_the_limit_has_the_gradient_of_clamp():
 
 
 @pytest.mark.parametrize("rows, number", list(itertools.product(DTYPES, repeat=2)), ids=str)
-def test_packed_rows_carry_a_number_of_any_dtype_and_stay_aligned(rows, number):
-    for hidden in (0, 1, 7, 8, 33):
-        width = packed_width(hidden, rows)
-        assert width * rows.itemsize % 16 == 0 and width * rows.itemsize >= hidden * rows.itemsize + number.itemsize
-        packed = torch.zeros(5, width, dtype=rows)
-        packed[:, :hidden] = torch.randn(5, hidden).to(rows)
-        before, numbers = packed[:, :hidden].clone(), torch.randn(5).to(number)
-        packed_weight(packed, hidden, number).copy_(numbers)
-        assert torch.equal(packed[:, :hidden], before)
-        assert torch.equal(packed_weight(packed.clone(), hidden, number), numbers)
-    assert packed_weight(torch.zeros(0, packed_width(3, rows), dtype=rows), 3, number).shape == (0,)
+def test_packed_rows_have_arrays_of_any_dtype_and_stay_aligned(rows, number):
+    for columns, counts in itertools.product((0, 1, 7, 8, 33), ([1], [3], [5, 2], [8, 8])):
+        packing = Packing(columns, rows, tuple((count, number) for count in counts))
+        sizes = [columns * rows.itemsize, *(count * number.itemsize for count in counts)]
+        assert packing.width * rows.itemsize == sum(-(-size // 16) * 16 for size in sizes)
+        part = torch.randn(5, columns).to(rows)
+        packed = packing.pack(part)
+        arrays = [torch.randn(5, count).to(number) for count in counts]
+        for place, array in enumerate(arrays):
+            packing.array(packed, place).copy_(array)
+        assert packed.shape == (5, packing.width) and torch.equal(packed[:, :columns], part)
+        for place, array in enumerate(arrays):
+            assert torch.equal(packing.array(packed.clone(), place), array)
+        assert packing.array(packed[:0], 0).shape == (0, counts[0])
+
+
+def test_rows_without_arrays_are_not_longer_and_not_copied():
+    rows = torch.randn(4, 3)
+    assert Packing(3, torch.float32).pack(rows) is rows
+    assert torch.equal(Packing(5, torch.float64).pack(rows, rows[:, :2]), torch.cat((rows, rows[:, :2]), 1).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 11, 26, 27])
+def test_pairs_without_a_row_are_left_out(dtype, num_rows):
+    """As if the rows of the last pairs did not exist: what they would be multiplied with may be anything."""
+    x_TH, route_TK, weight_TK = torch.randn(9, 4).to(dtype), routed(), torch.rand(9, 3).to(dtype)
+    whole_RH, order = cpu.permute(x_TH, route_TK)
+    rows_RH, order_of_some = cpu.permute(x_TH, route_TK, num_rows)
+    assert torch.equal(order, order_of_some) and torch.equal(rows_RH, whole_RH[:num_rows])
+    assert torch.equal(cpu.unpermute_backward(x_TH, order, 3, num_rows), rows_RH)
+    assert torch.equal(cpu.rows_of(weight_TK, order, num_rows), cpu.rows_of(weight_TK, order)[:num_rows])
+    back = torch.full((9, 3), torch.inf, dtype=dtype)
+    cpu.rows_of_backward(cpu.rows_of(weight_TK, order, num_rows), order, back)
+    here = torch.zeros(27, dtype=torch.bool).index_fill(0, order[:num_rows], True).view(9, 3)
+    assert torch.equal(back[here], weight_TK[here]) and back[~here].isinf().all()
+    weight_TK[~here] = torch.nan
+    zeros = torch.cat((rows_RH, rows_RH.new_zeros(27 - num_rows, 4)))
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for some, all_of_them in (
+        (cpu.permute_backward(rows_RH, order, 3), cpu.permute_backward(zeros, order, 3)),
+        (cpu.unpermute(rows_RH, order, weight_TK), cpu.unpermute(zeros, order, weight_TK.nan_to_num(0))),
+    ):
+        assert torch.allclose(some.double(), all_of_them.double(), atol=tolerance) and some.dtype == dtype
 
 
 @pytest.mark.parametrize("counts", [[[3, 0, 2], [1, 4, 0]], [[5, 2, 1]], [[2], [3]], [[0, 0], [0, 0]]], ids=str)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from mindspeed_chunk.config import KEEPS, SCHEDULES
+from mindspeed_chunk.config import DISPATCHES, KEEPS, SCHEDULES
 from soak.drawn import Drawn, compare_on_rank
 from soak.pool import Broken, Pool
 
@@ -143,6 +143,7 @@ def drawn(draw, ranks: tuple[int, ...]) -> Drawn:
         schedule=schedule,
         lookahead=lookahead if schedule == "rolling" else 1,
         keep=draw(st.sampled_from(KEEPS)),
+        dispatch=draw(st.sampled_from(DISPATCHES)),
         dtype=dtype,
         router_dtype=WIDER.get(dtype) if wider else None,
         layout=draw(st.sampled_from(("LHF", "LFH"))),
