@@ -131,6 +131,9 @@ _NO_KERNEL = (
     "alias",
 )
 
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_MADE_OF_OTHERS = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
 
 class Costs(TorchDispatchMode):
     """Counts what runs while it is active, except on tensors of the host.
@@ -143,6 +146,7 @@ class Costs(TorchDispatchMode):
     Attributes:
         ops: how often each operation ran, by its name in aten; one in place has the name of the other.
         on_ai_cpu: how often each operation and dtype ran on the AI CPU.
+        not_in_the_wheel: operations for which torch_npu has no kernel, in none of their forms: they run on the host.
         scattered: elements of each scatter into one dimension.
     """
 
@@ -151,6 +155,7 @@ class Costs(TorchDispatchMode):
         self._rows, self._hidden, self._host = rows, hidden, host
         self.ops: Counter[str] = Counter()
         self.on_ai_cpu: Counter[str] = Counter()
+        self.not_in_the_wheel: set[str] = set()
         self.scattered: list[int] = []
         self._moved = 0
         self._strided: Counter[tuple] = Counter()
@@ -180,6 +185,8 @@ class Costs(TorchDispatchMode):
         name = name.removesuffix("_")
         if not ours and space in ("aten", "npu") and not func.is_view and name not in _NO_KERNEL:
             self._count(name, operands, _tensors(result), written=_written(func, args, kwargs))
+            if not any(_has_kernel(func.name(), key) for key in ("PrivateUse1", *_MADE_OF_OTHERS)):
+                self.not_in_the_wheel.add(func.name())
         return result
 
     def _count(self, name, operands, results, written) -> None:

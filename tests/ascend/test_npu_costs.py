@@ -91,6 +91,7 @@ def measured(call, rank, world_size):
         **dataclasses.asdict(call),
         "device_ops": costs.ops.total(),
         "on_ai_cpu": dict(costs.on_ai_cpu),
+        "not_in_the_wheel": sorted(costs.not_in_the_wheel),
         "scattered": sum(n for n in costs.scattered if n > MOST_SCATTERED),
         "strided_reads": costs.strided_reads,
         "passes": costs.passes,
@@ -110,6 +111,10 @@ def table(wheel_folder):
 
 def test_nothing_runs_on_the_ai_cpu(table):
     assert all(not costs["on_ai_cpu"] for costs in table), table
+
+
+def test_torch_npu_has_a_kernel_for_every_operation(table):
+    assert all(not costs["not_in_the_wheel"] for costs in table), table
 
 
 def test_nothing_is_scattered_one_element_after_the_other(table):
@@ -163,6 +168,12 @@ def test_each_rule_sees_what_it_forbids(name):
 def test_an_operation_that_is_not_in_the_table_is_an_error():
     with no_host_sync() as host, Costs(8, 4, host), pytest.raises(AssertionError, match="erfinv of .*: not in KERNELS"):
         torch.ones(8, device="cpu").erfinv()
+
+
+def test_an_operation_that_torch_npu_lacks_is_seen():
+    with no_host_sync() as host, Costs(8, 4, host) as costs:
+        torch.ones(8, device="cpu") + 1  # this process has no wheel
+    assert costs.not_in_the_wheel == {"aten::add.Tensor"}
 
 
 def test_a_histogram_without_a_range_waits():
