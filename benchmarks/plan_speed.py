@@ -125,7 +125,7 @@ def median(function, repeats=MESSAGE_REPEATS):
 def message_seconds(rows, hidden):
     """One all-to-all in which each rank sends `rows` rows to the other."""
     sent, splits = torch.zeros(2 * rows, hidden), [rows, rows]
-    return median(lambda: all_to_all(sent, splits, splits, dist.group.WORLD, "message", most=rows)[1].wait())
+    return median(lambda: all_to_all(sent, splits, splits, dist.group.WORLD, "message", max_split=rows)[1].wait())
 
 
 def compute_rates(options, layer):
