@@ -30,6 +30,7 @@ from mindspeed_chunk.moe.experts import AtExperts, NeedsGrad
 from mindspeed_chunk.moe.packing import Packing
 from mindspeed_chunk.moe.plan import ChunkPlan, rank_slots
 from mindspeed_chunk.ops import BackEnd
+from mindspeed_chunk.ops.groups import Groups
 
 # `auto` sends tokens per rank if that sends at most this share of the bytes: docs/DECISIONS.md has the measurements.
 _WORTHWHILE = 0.9
@@ -76,10 +77,10 @@ class Dispatch(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows to send `[S, W]` and their order. `num_rows` is S, or None if the plan is not read yet."""
 
-    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
+    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
         """The rows `[R, H]` in the order of the experts, and what a backward needs of them."""
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
         """The rows to return `[Q, H]`, from the experts' outputs as `Experts.forward` orders them."""
 
     def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ class Dispatch(Protocol):
     ) -> torch.Tensor:
         """The rows to send in the backward; `x_TH` and `route_TK` are given if only the input was kept."""
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
         """What the experts' backward needs. `stored` is empty if only the input was kept."""
 
     def send_input_grads(
@@ -104,7 +105,7 @@ class Dispatch(Protocol):
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
         back: Stored,
-        plan: ChunkPlan,
+        groups: Groups,
     ) -> torch.Tensor:
         """The rows to return in the backward. `rows_grad` makes the rows' gradients, in a given tensor or a new one."""
 
@@ -160,11 +161,11 @@ class PerExpert(_Sizes):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.ops.permute(x_TH, route_TK)
 
-    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
-        rows_RH = self.ops.regroup(received_QW, plan.groups)
+    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
+        rows_RH = self.ops.regroup(received_QW, groups)
         return rows_RH, (rows_RH,)
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
         return out_RH
 
     def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
@@ -180,26 +181,28 @@ class PerExpert(_Sizes):
         num_rows: int | None,
     ) -> torch.Tensor:
         packed_TW = self._out.pack(grad_TH) if x_TH is None else self._out.pack(grad_TH, x_TH)
-        send_SW = self.ops.unpermute_backward(packed_TW, order, self.top_k)
-        self._out.array(send_SW, 0)[:, 0].copy_(self.ops.rows_of(weight_TK, order))
+        pair_S = self.ops.pairs(order)
+        send_SW = self.ops.unpermute_backward(packed_TW, pair_S, self.top_k)
+        self._out.array(send_SW, 0)[:, 0].copy_(self.ops.rows_of(weight_TK, pair_S))
         return send_SW
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
-        packed_RW = self.ops.regroup(received_QW, plan.groups)
-        rows_RH = packed_RW[:, self.hidden : 2 * self.hidden] if self._again else stored[0]
-        weight_R = self._out.array(packed_RW, 0)[:, 0]
-        return AtExperts(packed_RW[:, : self.hidden], weight_R, lambda: rows_RH, ())
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
+        packed_RW = self.ops.regroup(received_QW, groups)
+        operand = self.ops.operand
+        rows_RH = operand(packed_RW[:, self.hidden : 2 * self.hidden]) if self._again else stored[0]
+        weight_R = operand(self._out.array(packed_RW, 0)[:, 0])
+        return AtExperts(operand(packed_RW[:, : self.hidden]), weight_R, lambda: rows_RH, ())
 
     def send_input_grads(
         self,
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
         back: Stored,
-        plan: ChunkPlan,
+        groups: Groups,
     ) -> torch.Tensor:
-        send_QW = self._back.empty(plan.groups.num_rows, plan.groups.on_device)
+        send_QW = self._back.empty(groups.num_rows, groups.on_device)
         if weight_grad_R is not None:
-            self._back.array(send_QW, 0)[:, 0].copy_(self.ops.regroup_backward(weight_grad_R, plan.groups))
+            self._back.array(send_QW, 0)[:, 0].copy_(self.ops.regroup_backward(weight_grad_R, groups))
         if self.needs.rows:
             rows_grad(send_QW[:, : self.hidden])
         return send_QW
@@ -257,15 +260,15 @@ class PerRank(_Sizes):
         self._write_routing(packing, packed_TW, route_TK, weight_TK)
         return self.ops.permute(packed_TW, rank_slots(route_TK, self.num_experts, self.ranks), num_rows)
 
-    def receive_tokens(self, received_QW: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, Stored]:
-        local_QK = self._local_QK(self._packing(self.hidden), received_QW)
-        rows_RH, order = self.ops.permute(received_QW[:, : self.hidden], local_QK, plan.groups.num_rows)
-        return rows_RH, (received_QW, order)
+    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
+        packing, operand = self._packing(self.hidden), self.ops.operand
+        x_QH, weight_QK = operand(received_QW[:, : self.hidden]), operand(packing.array(received_QW, 1))
+        rows_RH, order = self.ops.permute(x_QH, self._local_QK(packing, received_QW), groups.num_rows)
+        return rows_RH, (x_QH, weight_QK, order)
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, plan: ChunkPlan) -> torch.Tensor:
-        received_QW, order = stored
-        weight_QK = self._packing(self.hidden).array(received_QW, 1).to(self._sum_dtype)
-        return self.ops.unpermute(out_RH, order, weight_QK.contiguous()).to(self.dtype)
+    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
+        _, weight_QK, order = stored
+        return self.ops.unpermute(out_RH, order, weight_QK.to(self._sum_dtype).contiguous()).to(self.dtype)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -290,31 +293,31 @@ class PerRank(_Sizes):
             assert route_TK is not None  # kept with the input
             packed_TW = self._out.pack(grad_TH, x_TH)
             self._write_routing(self._out, packed_TW, route_TK, weight_TK)
-        return self.ops.unpermute_backward(packed_TW, order, self._slots, num_rows)
+        return self.ops.unpermute_backward(packed_TW, self.ops.pairs(order)[:num_rows], self._slots)
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, plan: ChunkPlan) -> AtExperts:
-        num_rows, grad_QH = plan.groups.num_rows, received_QW[:, : self.hidden]
+    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
+        operand, grad_QH = self.ops.operand, self.ops.operand(received_QW[:, : self.hidden])
         if self._again:
-            packing, packed_QW = self._out, received_QW
-            x_QH = received_QW[:, self.hidden : 2 * self.hidden]
-            grad_RH, order = self.ops.permute(grad_QH, self._local_QK(packing, packed_QW), num_rows)
+            x_QH = operand(received_QW[:, self.hidden : 2 * self.hidden])
+            weight_QK = self._out.array(received_QW, 1)
+            grad_RH, order = self.ops.permute(grad_QH, self._local_QK(self._out, received_QW), groups.num_rows)
+            pair_R = self.ops.pairs(order)[: groups.num_rows]
         else:
-            packing, (packed_QW, order) = self._packing(self.hidden), stored
-            x_QH = packed_QW[:, : self.hidden]
-            grad_RH = self.ops.unpermute_backward(grad_QH, order, self.top_k, num_rows)
-        weight_R = self.ops.rows_of(packing.array(packed_QW, 1), order, num_rows)
-        rows = functools.partial(self.ops.unpermute_backward, x_QH, order, self.top_k, num_rows)
-        return AtExperts(grad_RH, weight_R, rows, (order,))
+            x_QH, weight_QK, order = stored
+            pair_R = self.ops.pairs(order)[: groups.num_rows]
+            grad_RH = self.ops.unpermute_backward(grad_QH, pair_R, self.top_k)
+        rows = functools.partial(self.ops.unpermute_backward, x_QH, pair_R, self.top_k)
+        return AtExperts(grad_RH, self.ops.rows_of(weight_QK, pair_R), rows, (order,))
 
     def send_input_grads(
         self,
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
         back: Stored,
-        plan: ChunkPlan,
+        groups: Groups,
     ) -> torch.Tensor:
         (order,) = back
-        send_QW = self._back.empty(sum(plan.recv_splits), order)
+        send_QW = self._back.empty(order.numel() // self.top_k, order)
         if weight_grad_R is not None:
             weight_grad_QK = weight_grad_R.new_zeros((len(send_QW), self.top_k))
             self.ops.rows_of_backward(weight_grad_R, order, weight_grad_QK)

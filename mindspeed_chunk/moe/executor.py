@@ -27,6 +27,7 @@ from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
 from mindspeed_chunk.moe.schedule import Action, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
 from mindspeed_chunk.ops import BackEnd
+from mindspeed_chunk.ops.groups import Groups
 
 Result = TypeVar("Result")
 
@@ -128,6 +129,7 @@ def forward(
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
     result = Forwarded(x_TH, route_TK, weight_TK, out_TH, [], [])
     keep = call.keep if call.needs.any else "nothing"
+    groups_N: tuple[Groups, ...] = ()  # made after the wait for the plan
     for action in call.forward_actions():
         if action is None:
             with _paused(chunks):
@@ -144,10 +146,10 @@ def forward(
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
+                groups_N = groups_N or plan.groups()
                 # what is not kept is freed as early as possible, and nothing lives as long as the walk
-                rows_RH, stored = dispatch.receive_tokens(chunk.arrived(), plan.wait()[c])
-                groups = plan.wait()[c].groups
-                fc1_RF = experts.fc1(rows_RH, groups) if call.output or keep == "activations" else None
+                rows_RH, stored = dispatch.receive_tokens(chunk.arrived(), groups_N[c])
+                fc1_RF = experts.fc1(rows_RH, groups_N[c]) if call.output or keep == "activations" else None
                 del rows_RH
                 if keep in ("rows", "activations"):
                     result.kept += stored
@@ -156,9 +158,9 @@ def forward(
                 if call.output:
                     activated_RI = experts.activate(cast(torch.Tensor, fc1_RF), c)
                     del fc1_RF
-                    out_RH = experts.fc2(activated_RI, groups)
+                    out_RH = experts.fc2(activated_RI, groups_N[c])
                     del activated_RI
-                    chunk.send = dispatch.send_outputs(out_RH, stored, plan.wait()[c])
+                    chunk.send = dispatch.send_outputs(out_RH, stored, groups_N[c])
                     del out_RH
                 else:
                     chunk.in_flight = False
@@ -198,9 +200,10 @@ def backward(
     del saved
     x_grad_TH: torch.Tensor | None = None  # made when its first part has arrived
     weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
+    groups_N: tuple[Groups, ...] = ()
     for action in call.backward_actions():
         if action is None:
-            del upstream_TH, weight_TK, experts, x_TH, route_TK, kept, totals
+            del upstream_TH, weight_TK, experts, x_TH, route_TK, kept, totals, groups_N
             with _paused(chunks):
                 yield
             continue
@@ -217,18 +220,19 @@ def backward(
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
+                groups_N = groups_N or plan.groups()
                 stored, fc1_RF = tuple(kept[c * per_chunk : (c + 1) * per_chunk]), None
                 if call.keep == "activations":
                     *stored, fc1_RF = stored
-                arrived = dispatch.receive_grads(chunk.arrived(), stored, plan.wait()[c])
+                arrived = dispatch.receive_grads(chunk.arrived(), stored, groups_N[c])
                 chunk.operands, weight_grad_R = experts.input_grad(
-                    arrived, fc1_RF, plan.wait()[c].groups, c, needs, totals.activation
+                    arrived, fc1_RF, groups_N[c], c, needs, totals.activation
                 )
                 back = arrived.back
                 del stored, fc1_RF, arrived
                 if needs.input:
                     rows_grad = functools.partial(experts.rows_grad, chunk.operands)
-                    chunk.send = dispatch.send_input_grads(rows_grad, weight_grad_R, back, plan.wait()[c])
+                    chunk.send = dispatch.send_input_grads(rows_grad, weight_grad_R, back, groups_N[c])
                     del rows_grad
                 else:
                     chunk.in_flight = False

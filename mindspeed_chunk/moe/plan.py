@@ -94,21 +94,24 @@ def route(index_TK: torch.Tensor, num_experts: int, pad_T: torch.Tensor | None) 
         pad_T: True for padding tokens, or None.
     """
     route_TK = index_TK.to(torch.int64).clamp(-1, num_experts)
-    return route_TK if pad_T is None else route_TK.masked_fill(pad_T[:, None], num_experts + 1)
+    if pad_T is None:
+        return route_TK
+    # the sentinel is the largest id; not masked_fill, which an NPU runs on its AI CPU for int64
+    return torch.maximum(route_TK, (pad_T * (num_experts + 1))[:, None])
 
 
 def rank_slots(route_TK: torch.Tensor, num_experts: int, ranks: int) -> torch.Tensor:
-    """The ranks that have experts of each token, once each: int64 `[T, min(K, ranks)]`; other slots have `ranks`."""
-    rank_TK = torch.div(route_TK, num_experts // ranks, rounding_mode="floor")
-    rank_TK = rank_TK.masked_fill_((route_TK < 0) | (route_TK >= num_experts), ranks)
-    top_k = route_TK.shape[1]
+    """The ranks that have experts of each token, once each: int32 `[T, min(K, ranks)]`; other slots have `ranks`."""
+    route_TK = route_TK.to(torch.int32)  # an NPU divides int64 on its AI CPU
+    valid_TK = (route_TK >= 0) & (route_TK < num_experts)
+    rank_TK = torch.where(valid_TK, torch.div(route_TK, num_experts // ranks, rounding_mode="floor"), ranks)
+    top_k, device = route_TK.shape[1], route_TK.device
     if ranks < top_k:
-        rank_R = torch.arange(ranks, device=route_TK.device)
-        has_TR = (rank_TK[:, :, None] == rank_R).any(1)
-        return torch.where(has_TR, rank_R, ranks)
-    earlier_KK = torch.ones((top_k, top_k), dtype=torch.bool, device=route_TK.device).tril_(-1)
-    repeated_TK = ((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK).any(2)
-    return rank_TK.masked_fill_(repeated_TK, ranks)
+        rank_R = torch.arange(ranks, dtype=torch.int32, device=device)
+        return torch.where((rank_TK[:, :, None] == rank_R).any(1), rank_R, ranks)
+    k_K = torch.arange(top_k, device=device)
+    repeated_TK = ((rank_TK[:, :, None] == rank_TK[:, None, :]) & (k_K[:, None] > k_K)).any(2)
+    return torch.where(repeated_TK, ranks, rank_TK)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,10 @@ class Columns:
 
     def keys(self, route_TK: torch.Tensor, slices: ChunkSlices) -> torch.Tensor:
         """The indices, among the counts of all chunks, to be counted: int64, of any shape."""
-        chunk_T = slices.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
+        num_tokens = route_TK.shape[0]
+        # an NPU divides int64 on its AI CPU; `chunk_of` multiplies a token by the number of chunks
+        dtype = torch.int32 if num_tokens * slices.num_chunks < 2**31 else torch.int64
+        chunk_T = slices.chunk_of(torch.arange(num_tokens, dtype=dtype, device=route_TK.device))
         first_T1 = (chunk_T * self.total)[:, None]
         key_TK = route_TK + (first_T1 + 1)
         if not self.ranks:
@@ -136,7 +142,7 @@ class Columns:
         slot_TD = rank_slots(route_TK, self.num_experts, self.ranks)
         # empty slots are counted with the padded tokens, which nothing reads
         column_TD = torch.where(slot_TD < self.ranks, slot_TD + _EXTRA_COLUMNS, 2) + self.num_experts
-        return torch.cat((key_TK, column_TD + first_T1), dim=1)
+        return torch.cat((key_TK, (column_TD + first_T1).to(torch.int64)), dim=1)
 
 
 class Gather:
@@ -234,15 +240,15 @@ def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int, per_rank: 
         here_NRL, on_device_NRL = here_NRL.sum(1, keepdim=True), on_device_NRL.sum(1, keepdim=True)
         sent_NRR = counts.once_RNR.transpose(0, 1)
     to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
+    groups = Groups.of_chunks(here_NRL.tolist(), on_device_NRL.contiguous())
     return tuple(
-        ChunkPlan(chunk, tuple(sent), tuple(received), max_split, Groups(tuple(map(tuple, here)), on_device_RL))
-        for chunk, sent, received, max_split, here, on_device_RL in zip(
+        ChunkPlan(chunk, tuple(sent), tuple(received), max_split, here)
+        for chunk, sent, received, max_split, here in zip(
             tokens,
             sent_NRR[:, rank].tolist(),
             sent_NRR[:, :, rank].tolist(),
             to_others_NRR.amax((1, 2)).tolist(),
-            here_NRL.tolist(),
-            on_device_NRL.contiguous().unbind(0),
+            groups,
             strict=True,
         )
     )
@@ -279,3 +285,7 @@ class PendingPlan:
             self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group), self._per_rank)
             self._read = None  # frees the gather's tensors
         return self._chunks
+
+    def groups(self) -> tuple[Groups, ...]:
+        """Those of every chunk, for one direction of the call."""
+        return Groups.for_direction([chunk.groups for chunk in self.wait()])

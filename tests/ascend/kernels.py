@@ -35,11 +35,11 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=Fals
     check(indices.dim() == 2 and len(indices) == len(tokens), "indices must be [tokens, top_k]")
     check(indices.numel() < 16777215 and indices.shape[1] <= 512, "too many indices")
     check(0 <= indices.min() and indices.max() < 16777215, "indices must be in [0, 16777215)")
-    check(not num_out_tokens and not padded_mode, "not described here")
+    check(num_out_tokens != 0 and not padded_mode, "0 is for all rows, and padding is not described here")
     places = indices.flatten().argsort(stable=True).argsort(stable=True)
     permuted = tokens.new_empty(indices.numel(), tokens.shape[1])
     permuted[places] = tokens.repeat_interleave(indices.shape[1], 0)
-    return permuted, places.to(torch.int32)
+    return permuted[:num_out_tokens], places.to(torch.int32)
 
 
 def npu_moe_token_permute_grad(tokens, grad_permuted_tokens, indices, sorted_indices, padded_mode=False):
@@ -63,24 +63,6 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs=None, padded_
     check(probs.dtype == permuted_tokens.dtype, f"probs of {probs.dtype}, rows of {permuted_tokens.dtype}")
     check(probs.dim() == 2 and probs.numel() == len(sorted_indices) and probs.shape[1] <= 512, "probs: [tokens, top_k]")
     return _summed(permuted_tokens, sorted_indices, probs.shape[1], probs)
-
-
-def npu_moe_re_routing(
-    tokens, expert_token_num_per_rank, *, per_token_scales=None, expert_token_num_type=1, idx_type=0, tokens_dtype=None
-):
-    counts = expert_token_num_per_rank
-    check(tokens.dtype in (FP16, BF16, torch.int8), f"tokens of {tokens.dtype}")
-    check(tokens.dim() == 2 and 0 < tokens.shape[1] < 16384, "tokens must be [rows, hidden], hidden below 16384")
-    check(counts.dtype in (torch.int32, torch.int64) and counts.dim() == 2, "counts must be integers [ranks, experts]")
-    check(bool((counts > 0).all()), "counts must be greater than 0")
-    check(counts.is_contiguous() and tokens.is_contiguous(), "no strides are described")
-    check(int(counts.sum()) == len(tokens), f"counts of {int(counts.sum())} rows, {len(tokens)} rows")
-    check((expert_token_num_type, idx_type, per_token_scales, tokens_dtype) == (1, 0, None, None), "not described here")
-    ranks, experts = counts.shape
-    pieces = torch.arange(len(tokens)).split(counts.flatten().tolist())
-    index = torch.cat([pieces[rank * experts + expert] for expert in range(experts) for rank in range(ranks)])
-    scales = torch.full((len(tokens),), torch.nan)
-    return tokens[index], scales, index.to(torch.int32), counts.sum(0)
 
 
 def npu_grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type):
@@ -125,6 +107,15 @@ def npu_grouped_matmul_add_(
     return self
 
 
+def histc(self, bins=100, min=0, max=0):
+    """torch's own operation, with the integers that its CPU version refuses, and divided as in the kernel's source."""
+    check(self.dtype in (torch.int64, torch.int32), f"keys of {self.dtype}")
+    check(min < max, "without a range, the host reads the smallest and the largest key")
+    keys = self.flatten()
+    keys = keys[(keys >= min) & (keys <= max)]
+    return torch.bincount(((keys - min) * bins // (max - min)).clamp(max=bins - 1), minlength=bins).to(self.dtype)
+
+
 def npu_swiglu(self, dim=-1):
     check(self.dtype in (FP32, FP16, BF16) and self.numel() > 0, f"{self.dtype}, {tuple(self.shape)}")
     gate, up = self.float().chunk(2, dim)
@@ -142,8 +133,9 @@ def npu_swiglu_backward(grad_output, self, dim=-1):
 
 def _check_places(places: torch.Tensor, rows: torch.Tensor) -> None:
     check(places.dtype == torch.int32 and places.dim() == 1, f"places of {places.dtype}, {tuple(places.shape)}")
-    check(len(places) == len(rows), f"{len(places)} places, {len(rows)} rows")
-    check(torch.equal(places.sort().values.long(), torch.arange(len(rows))), "places: each of [0, rows) once")
+    # the kernels take the number of rows from the rows, and zeros for places after them (moe_token_unpermute.h)
+    check(len(places) >= len(rows), f"{len(places)} places, {len(rows)} rows")
+    check(torch.equal(places.sort().values.long(), torch.arange(len(places))), "places: each of [0, places) once")
 
 
 def _check_groups(group_list: torch.Tensor) -> None:
@@ -154,6 +146,7 @@ def _check_groups(group_list: torch.Tensor) -> None:
 
 def _summed(rows, places, top_k, weights=None):
     """The sum of each token's rows, in fp32."""
+    rows = torch.cat((rows, rows.new_zeros(len(places) - len(rows), rows.shape[1])))
     by_token = rows[places.long()].float().view(-1, top_k, rows.shape[1])
     if weights is not None:
         by_token = by_token * weights.float()[..., None]
