@@ -110,9 +110,9 @@ class Dispatch(Protocol):
         """The rows to return in the backward. `rows_grad` makes the rows' gradients, in a given tensor or a new one."""
 
     def sum_input_grads(
-        self, received_SW: torch.Tensor, order: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of the chunk's tokens and of its router weights; None for those that are not needed."""
+        self, received_SW: torch.Tensor, order: torch.Tensor, weight_grad_TK: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The gradient of the chunk's tokens, if it is needed; that of its router weights goes to `weight_grad_TK`."""
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,13 @@ class PerExpert(_Sizes):
         return send_QW
 
     def sum_input_grads(
-        self, received_SW: torch.Tensor, order: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grad_TH = weight_grad_TK = None
-        if self.needs.rows:
-            grad_TH = self.ops.permute_backward(received_SW, order, self.top_k)[:, : self.hidden]
-        if self.needs.weights:
-            weight_grad_TK = received_SW.new_empty((order.numel() // self.top_k, self.top_k), dtype=self.weight_dtype)
+        self, received_SW: torch.Tensor, order: torch.Tensor, weight_grad_TK: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if weight_grad_TK is not None:
             self.ops.rows_of_backward(self._back.array(received_SW, 0)[:, 0], order, weight_grad_TK)
-        return grad_TH, weight_grad_TK
+        if not self.needs.rows:
+            return None
+        return self.ops.permute_backward(received_SW, order, self.top_k)[:, : self.hidden]
 
 
 class PerRank(_Sizes):
@@ -250,7 +248,7 @@ class PerRank(_Sizes):
         """The local expert of each slot; L for an expert of another rank."""
         local = self.num_experts // self.ranks
         local_QK = packing.array(packed_QW, 0) - self.rank * local
-        return local_QK.masked_fill_((local_QK < 0) | (local_QK >= local), local)
+        return torch.where((local_QK >= 0) & (local_QK < local), local_QK, local)
 
     def send_tokens(
         self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
@@ -328,16 +326,15 @@ class PerRank(_Sizes):
         return send_QW
 
     def sum_input_grads(
-        self, received_SW: torch.Tensor, order: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        grad_TH = weight_grad_TK = None
-        if self.needs.rows:
-            grad_TH = self.ops.permute_backward(received_SW, order, self._slots)[:, : self.hidden]
-        if self.needs.weights:
+        self, received_SW: torch.Tensor, order: torch.Tensor, weight_grad_TK: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if weight_grad_TK is not None:
             # a choice has a gradient in the row of one rank, and zeros in the others
             weight_grad_SK = self._back.array(received_SW, 0).contiguous()
-            weight_grad_TK = self.ops.permute_backward(weight_grad_SK, order, self._slots)
-        return grad_TH, weight_grad_TK
+            weight_grad_TK.copy_(self.ops.permute_backward(weight_grad_SK, order, self._slots))
+        if not self.needs.rows:
+            return None
+        return self.ops.permute_backward(received_SW, order, self._slots)[:, : self.hidden]
 
 
 def make(kind: str, arguments: Arguments, ops: BackEnd, keep: str) -> Dispatch:

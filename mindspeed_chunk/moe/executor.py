@@ -251,14 +251,13 @@ def backward(
                 chunk.operands = None
                 del fc1_total_LHF
             elif kind == "U":
-                grad_TH, weights_grad_TK = dispatch.sum_input_grads(chunk.arrived(), orders[c])
+                weight_out = None if weight_grad_TK is None else weight_grad_TK[tokens]
+                grad_TH = dispatch.sum_input_grads(chunk.arrived(), orders[c], weight_out)
                 if grad_TH is not None:
                     if x_grad_TH is None:
                         x_grad_TH = grad_TH.new_empty(shape)
                     x_grad_TH[tokens] = grad_TH
-                if weight_grad_TK is not None:
-                    weight_grad_TK[tokens] = weights_grad_TK
-                del grad_TH, weights_grad_TK
+                del grad_TH, weight_out
     return x_grad_TH, weight_grad_TK
 
 

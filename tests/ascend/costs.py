@@ -129,6 +129,7 @@ _NO_KERNEL = (
     "_unsafe_view",
     "detach",
     "alias",
+    "promote_types",
 )
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -59,6 +59,23 @@ def moved_rows(npu):
         same(out_TK, want_TK)
 
 
+def rows_of_some_pairs(npu):
+    """The pairs without a row are left out, as the CPU leaves them out."""
+    for dtype, num_rows in itertools.product(DTYPES, (0, 1, 11, 26, 27)):
+        x_TH, route_TK, weight_TK = normal(9, 8, dtype=dtype), routed(9), normal(9, 3, dtype=dtype, seed=1)
+        rows_RH, order_P = npu.permute(x_TH, route_TK.to(torch.int32), num_rows)
+        want_RH, pair_P = cpu.permute(x_TH, route_TK, num_rows)
+        same(rows_RH, want_RH)
+        same(npu.pairs(order_P)[:num_rows].long(), pair_P[:num_rows])
+        value_R = npu.rows_of(weight_TK, npu.pairs(order_P)[:num_rows])
+        out_TK, want_TK = weight_TK.neg(), weight_TK.neg()
+        cpu.rows_of_backward(value_R, pair_P, want_TK)
+        npu.rows_of_backward(value_R, order_P, out_TK)
+        same(out_TK, want_TK)
+        near(npu.unpermute(rows_RH, order_P, weight_TK), cpu.unpermute(rows_RH, pair_P, weight_TK))
+        near(npu.permute_backward(rows_RH, order_P, 3), cpu.permute_backward(rows_RH, pair_P, 3))
+
+
 def summed_rows(npu):
     for dtype, wide, tokens in itertools.product(DTYPES, (False, True), (9, 0)):
         _, order_R = npu.permute(normal(tokens, 1), routed(tokens))
@@ -156,6 +173,7 @@ def logged():
 
 VALUES = (
     moved_rows,
+    rows_of_some_pairs,
     summed_rows,
     regrouped_rows,
     matmuls,

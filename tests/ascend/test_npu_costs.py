@@ -35,7 +35,7 @@ class Call:
     """One layer call of two ranks.
 
     Attributes:
-        dispatch: how rows are sent: "per_expert", one row for each expert of a token.
+        dispatch: `chunk_moe_dispatch`, "per_expert" or "per_rank".
         routing: "balanced", or "skewed": one expert is popular, and another one gets no row.
         recompute: under a checkpoint, whose output something reads.
     """
@@ -54,6 +54,7 @@ CALLS = (
     *(Call(keep=keep, recompute=True) for keep in KEEPS),
     *(Call(routing="skewed", keep=keep, padded=True, recompute=True) for keep in KEEPS),
 )
+CALLS += tuple(dataclasses.replace(call, dispatch="per_rank") for call in CALLS)
 
 
 def layer_of(call, rank, world_size):
@@ -75,7 +76,7 @@ def measured(call, rank, world_size):
     layer, group = layer_of(call, rank, world_size), dist.group.WORLD
     weights = {"fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
     leaves = layer.leaves({"x": layer.x, "weight": layer.weight, **weights})
-    config = ChunkMoEConfig(moe_num_chunks=call.chunks, chunk_moe_keep=call.keep)
+    config = ChunkMoEConfig(moe_num_chunks=call.chunks, chunk_moe_keep=call.keep, chunk_moe_dispatch=call.dispatch)
     dispatcher = ChunkMoEDispatcher(config)
 
     def block(x):

@@ -79,7 +79,7 @@ BREAKS = {
     "rows not transposed": ("rows_RH.contiguous().t()", "rows_RH.contiguous()", "x must be transposed"),
     "a list of one size": ("or len(weight_LHF) == 1", "", "longer than 1"),
     "an id below 0": (".clamp(min=0)", "", "indices must be in"),
-    "int64 places": ("op(rows_RH, order_R, probs", "op(rows_RH, order_R.long(), probs", "places of torch.int64"),
+    "int64 places": ("op(rows_RH, order_P, probs", "op(rows_RH, order_P.long(), probs", "places of torch.int64"),
     "the other order": ("groups.to_experts", "groups.to_sources", "AssertionError"),
     "counts without a range": (", num_bins, 0, num_bins)", ", num_bins)", "histc: without a range"),
     "another dtype": ('("npu_swiglu", fc1_RF.dtype)', '("npu_swiglu", torch.float32)', "npu_swiglu: torch.float64"),

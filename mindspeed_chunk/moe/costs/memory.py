@@ -229,7 +229,8 @@ class _BackwardLedger(_Ledger):
         self._free("activated gradient", c=c)
         self._hold("send", c, rows.received * self._bytes.backward_combine, transient=self._product(rows))
         if self._shape.per_rank:
-            self._pass(expanded + self._sum(computed) + rows.received * self._row)
+            router = computed * self._shape.element_size  # the gradients of the router weights
+            self._pass(expanded + self._sum(computed) + rows.received * self._row + router)
         if self._keep == "input":
             self._pass(self._weight_product() + expanded)
             self._free("fc1 gradient", c=c)
