@@ -2,11 +2,13 @@
 
     mindspeed-chunk bench --link 1gbit --json record.json --png record.png
 
-Several ranks of one thread each, over gloo; with --link in network namespaces of their own. Values are checked before
-any time is printed: every case, output and gradients, against the plain dispatcher. Then every case's memory is looked
-at, and then each round runs every case once, in a rotating order; a time runs from a barrier to the end of the slower
-rank. The table has medians and quartiles of the times, ratios of medians to the baselines of the same run with the
-quartiles of each round's ratios, and the memory in units of the rows that a rank sends.
+A rank per device, over its collective library; on CPUs one thread per rank, over gloo, and with --link a network
+namespace per rank. Values are checked before any time is printed: the functions of the back end and small layers in
+bf16, compared with fp32 on the CPU; then every case, output and gradients, compared with the plain dispatcher. Then the
+memory of every case is measured, and then each round runs every case once, in a rotating order. A time is that from a
+barrier to the end of the slower rank. The table has medians and quartiles of the times, ratios of medians to the
+baselines of the same run with the quartiles of each round's ratios, and the memory in units of the rows that a rank
+sends.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.output import console
-from mindspeed_chunk.tools import bench_cases, bench_host, bench_report
+from mindspeed_chunk.tools import bench_cases, bench_host, bench_report, devices, stand_in
 from mindspeed_chunk.tools.bench_cases import BenchCase
-from mindspeed_chunk.tools.bench_layer import BenchLayer
+from mindspeed_chunk.tools.bench_layer import BenchLayer, check_cases, check_device
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
 from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
 from mindspeed_chunk.tools.link import set_rate
@@ -50,8 +52,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--hidden-share",
         action="store_true",
-        help="with --link: time every case with the limit taken off, too, and tell which share of the wire's own time "
-        "for the bytes of a case is hidden",
+        help="with --link: time every case without the limit, too, and show which share of the wire's own time for the "
+        "bytes of a case is hidden",
     )
     parser.add_argument(
         "--overhead",
@@ -89,17 +91,19 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
 
 def _on_rank(options: argparse.Namespace) -> None:
     names = bench_cases.names_of(options.cases)
-    measured = _overhead(options, names) if options.overhead else _measure(options, names)
+    check_device(options)
+    measured = _overhead(options, names) if options.overhead else measure(options, names)
     if dist.get_rank() == 0:
         bench_report.report(options, measured)
 
 
-def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
+def measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
+    """Values, memory and times of the cases. Raises ValuesDiffer on every rank or on none."""
     layer = BenchLayer(options, dist.group.WORLD)
     cases = [bench_cases.build(name) for name in names]
     links = [options.link or UNLIMITED, *([UNLIMITED] if options.hidden_share else [])]
     with _progress("values and memory", 1 + len(cases)) as advance:
-        errors = layer.check(cases)
+        errors = check_cases(options, layer, cases)
         advance()
         found = {}
         for case in cases:
@@ -116,7 +120,7 @@ def _measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:
 def _time(
     layer: BenchLayer, cases: list[BenchCase], links: list[str], repeats: int, calls: int = 1
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds a call by case and link, one each round."""
+    """Seconds per call by case and link, one each round."""
     seconds: dict[tuple[str, str], list[float]] = {(case.name, link): [] for case in cases for link in links}
     with _progress("rounds", _WARM_UP + repeats) as advance:
         for round_ in range(_WARM_UP + repeats):
@@ -134,10 +138,10 @@ def _time(
 def _use(link: str, links: list[str]) -> None:
     """Change the links' rate, where there is more than one."""
     if len(links) > 1:
-        dist.barrier()
+        devices.barrier()
         if dist.get_rank() == 0:
-            set_rate(None if link == UNLIMITED else link)
-        dist.barrier()
+            (stand_in.set_rate if stand_in.is_played() else set_rate)(None if link == UNLIMITED else link)
+        devices.barrier()
 
 
 def _overhead(options: argparse.Namespace, names: list[str]) -> list[Measured]:

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import mindspeed_chunk
 from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.output import Table, drawable, terminal, wide_console
+from mindspeed_chunk.tools import devices, stand_in
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
 
 UNLIMITED = "not limited"
+_HARDLY_SLOWER = 1.02
 # places of the overhead's measurement
 ALONE, TOGETHER = "without peers", "between the ranks"
 
@@ -35,7 +38,7 @@ class Measured:
 
     Attributes:
         seconds: of the slower rank, one a round; rounds are the same for all cases.
-        unit: bytes that memory is told in.
+        unit: bytes; memory is in this unit.
         error: largest relative difference to the plain dispatcher's values.
     """
 
@@ -68,14 +71,28 @@ class Measured:
 
 
 def report(options: argparse.Namespace, measured: list[Measured]) -> None:
-    """Print the tables, and write what files the options ask for."""
-    screen = wide_console()
-    for table in _tables(options, measured):
-        screen.print(terminal(table))
+    """Print the tables, and write the files that the options name."""
+    show(options, measured, wide_console())
     if options.json:
         files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
     if options.png:
         draw(options, measured)
+
+
+def show(options: argparse.Namespace, measured: list[Measured], screen: Console) -> None:
+    for table in _tables(options, measured):
+        screen.print(terminal(table))
+    if options.stand_in:
+        screen.print(stand_in.NOTE)
+
+
+def recommended(measured: list[Measured]) -> Measured | None:
+    """The fewest chunks among the cases that keep activations and are hardly slower than the fastest of them."""
+    first = [each for each in measured if each.link == measured[0].link]
+    chunked = [(found.chunks, each) for each in first if (found := parse(each.case)) and found.mode == KEEPS[0]]
+    fastest = min((each.median for _, each in chunked), default=0.0)
+    near = [each for each in chunked if each[1].median <= _HARDLY_SLOWER * fastest]
+    return min(near, key=lambda each: (each[0], each[1].median))[1] if near else None
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:
@@ -87,7 +104,7 @@ def baselines(measured: list[Measured]) -> list[Measured]:
 def hidden_share(options: argparse.Namespace, limited: Measured, free: Measured) -> float | None:
     """1 - (time on the link - time without a limit) / (bytes that a rank sends in its all-to-alls / rate of the link).
 
-    None where nobody told the bytes.
+    None without the number of bytes.
     """
     if limited.traffic is None:
         return None
@@ -95,10 +112,15 @@ def hidden_share(options: argparse.Namespace, limited: Measured, free: Measured)
 
 
 def record(options: argparse.Namespace, measured: list[Measured]) -> dict:
-    """All that is known of a run, for JSON."""
+    """Everything about a run, for JSON."""
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "device": devices.name(options.device),
+        },
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mindspeed_chunk": mindspeed_chunk.__version__,
@@ -130,7 +152,7 @@ def _entry(options: argparse.Namespace, one: Measured, measured: list[Measured])
 
 
 def _processor() -> str:
-    """Its model where the system tells, else its architecture."""
+    """Its model where the system shows it, else its architecture."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -153,7 +175,8 @@ def _case_table(options: argparse.Namespace, link: str, measured: list[Measured]
         for one in measured
     ]
     return Table(
-        f"one layer, {_passes(options)}, {options.ranks} ranks, routing {options.routing}, link {link}",
+        f"one layer, {_passes(options)}, {options.ranks} {options.device} ranks, {options.dtype}, "
+        f"routing {options.routing}, link {link}",
         ("case", "ms", *(f"to {base.case}" for base in bases), "kept", "peak"),
         rows,
         note=f"{_medians(options)}\nkept and peak: live bytes between forward and backward, and the most at once; "

@@ -1,17 +1,28 @@
-"""The part of `doctor` without heavy imports: versions, requirements, environment variables."""
+"""The parts of `doctor` and `check` without heavy imports: versions, requirements, environment variables."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import math
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
 PLUGIN = "mindspeed_chunk"
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_VARIABLES = (
+    "ASCEND", "HCCL", "TORCH_HCCL", "PYTORCH_NPU", "TASK_QUEUE", "MULTI_STREAM", "NCCL", "TORCH_NCCL", "PYTORCH_CUDA",
+    "CUDA_",
+)  # fmt: skip
+_HCCL_BUFFER_MB = 200  # HCCL's default
+# files, and the text before the version
+_DRIVERS = {"/usr/local/Ascend/driver/version.info": "Version=", "/proc/driver/nvidia/version": "Kernel Module"}
 # files below the toolkit's folder, and the key of the line with the version
 _CANN_FILES = (
     ("*-linux/ascend_toolkit_install.info", "version"),
@@ -49,6 +60,58 @@ def cann_version() -> str | None:
                     if name.strip() == key:
                         return value.strip()
     return None
+
+
+def driver_version() -> str | None:
+    """Of the first driver that the system shows: Ascend's, or NVIDIA's."""
+    for path, mark in _DRIVERS.items():
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+                if mark in line:
+                    return line.partition(mark)[2].strip()
+    return None
+
+
+def of_device(kind: str) -> dict[str, Any]:
+    """What a report about a device needs: versions, driver, variables, and warnings about these."""
+    from mindspeed_chunk.tools import devices
+
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {
+        "versions": versions(),
+        "driver": driver_version(),
+        "device": devices.name(kind),
+        "devices": devices.count(kind),
+        "variables": variables,
+        "warnings": warnings(variables, kind),
+    }
+
+
+def warnings(variables: Mapping[str, str], kind: str | None, chunk_bytes: float = 0.0) -> list[str]:
+    """What the variables of a communication library do to chunks.
+
+    Args:
+        chunk_bytes: of the rows that a rank sends for one chunk; 0 if unknown.
+    """
+    found = []
+    if variables.get("HCCL_OP_EXPANSION_MODE", "").upper().startswith("AIV"):
+        found.append(
+            "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference with one communication group; a training run with "
+            "several groups may hang; unset it"
+        )
+    if kind == "cuda" and variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue, so an all-to-all may wait behind matmuls that "
+            "it does not need; unset it"
+        )
+    size = variables.get("HCCL_BUFFSIZE", "")
+    buffer = int(size) if size.isdecimal() and len(size) < 10 else _HCCL_BUFFER_MB
+    if kind == "npu" and buffer * 2**20 < chunk_bytes:
+        found.append(
+            f"HCCL_BUFFSIZE={buffer}{'' if size else ' (the default)'}: a chunk has {chunk_bytes / 2**20:.0f} MB, so "
+            f"HCCL sends it in pieces; set HCCL_BUFFSIZE={math.ceil(chunk_bytes / 2**20)} or more, or use more chunks"
+        )
+    return found
 
 
 def broken_requirements() -> list[str]:
