@@ -110,7 +110,8 @@ def _on_rank(options: argparse.Namespace) -> None:
     best = bench_report.recommended(measured)
     if report.first:
         bench_report.show(options, measured, report.screen)
-        report.add(times=bench_report.record(options, measured), recommended=best and best.case)
+        line = f"recommended: {best.case}, the fewest chunks within 2 % of the fastest case" if best else ""
+        report.add(line, times=bench_report.record(options, measured), recommended=best and best.case)
     layer = BenchLayer(options, dist.group.WORLD)
     found = rates.measure(options, layer, _CHUNKS)
     report.add(rates=found)
@@ -132,7 +133,7 @@ def _values(options: argparse.Namespace, report: _Report) -> None:
         refuse_wrong([arrived])
         by_rank = trace.gather(rate)
         line += f"; all-to-all over {devices.COLLECTIVES[options.device]}, {options.ranks} ranks: every row arrived, "
-        line += f"{min(by_rank) / 1e9:.1f} GB/s or more from each rank"
+        line += f"{min(by_rank) / 1e9:.3g} GB/s or more from each rank"
         report.add(wire_bytes_per_s=by_rank)
     report.add(line)
 
