@@ -21,7 +21,7 @@ from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
 from mindspeed_chunk.wording import shortened
 
-STAND_IN_RANKS = 8
+_STAND_IN_RANKS = 8
 _LIMITS = {
     "ranks": (2, 64),
     "tokens": (1, 2**20),
@@ -143,17 +143,19 @@ def check_ranks(options: argparse.Namespace) -> None:
     """Fill in the number of ranks."""
     if reason := devices.missing(options.device):
         raise ConfigError(f"--device {options.device}: {reason}")
-    if options.device != "cpu" and options.link and not options.stand_in:
-        raise ConfigError("--link: only links between CPUs can be limited; leave it out, or add --stand-in")
     there = devices.count(options.device)
     if options.ranks is None:
-        options.ranks = STAND_IN_RANKS if options.stand_in else there
-    if options.device != "cpu" and options.ranks > there and not options.stand_in:
-        raise ConfigError.about("--ranks", options.ranks, f"there are {there} devices", "correct it")
-    if options.device != "cpu" and options.ranks == 1:
-        raise ConfigError(f"--device {options.device}: there is one device, and a layer has peers; add --stand-in")
-    if options.stand_in and options.link:
-        bits_per_second(options.link)
+        options.ranks = _STAND_IN_RANKS if options.stand_in else there
+    if options.stand_in:
+        if options.link:
+            bits_per_second(options.link)
+    elif options.device != "cpu":
+        if options.link:
+            raise ConfigError("--link: only links between CPUs can be limited; leave it out, or add --stand-in")
+        if options.ranks > there:
+            raise ConfigError.about("--ranks", options.ranks, f"there are {there} devices", "correct it")
+        if there == 1:
+            raise ConfigError(f"--device {options.device}: there is one device, and a layer has peers; add --stand-in")
 
 
 def _least_bytes(options: argparse.Namespace) -> int:
