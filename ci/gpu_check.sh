@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Checks this project on the GPUs of this machine: values, times, memory; `mindspeed-chunk check` says how. It takes at
-# most 15 minutes and needs no network. Without a GPU it says so and ends with exit code 0.
+# Checks this project on the GPUs of this machine: see device_check.sh.
 #
 #   PYTHON  interpreter of an environment with torch for CUDA and this package (default: python)
 #   OUT     folder for the results (default: outputs/gpu_check)
-# Arguments go to `check`: bash ci/gpu_check.sh --ranks 4
+# Options of bench and trace can be added: bash ci/gpu_check.sh --ranks 4
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-timeout 900 "${PYTHON:-python}" -m mindspeed_chunk.tools check --device cuda --out "${OUT:-outputs/gpu_check}" "$@"
+. ci/device_check.sh
+PYTHON=${PYTHON:-python} OUT=${OUT:-outputs/gpu_check}
+check_device cuda "$@"

@@ -13,7 +13,6 @@ COMMANDS = {
     "doctor": "what is installed, and whether Chunk MoE can run in MindSpeed-MM here",
     "lint": "what is wrong, risky or wasteful in a MindSpeed-MM yaml",
     "bench": "measures time and memory of one MoE layer on ranks of this machine",
-    "check": "checks values, time and memory on the devices of this machine; one folder to send",
     "trace": "shows one MoE layer call as a timeline",
     "plan": "chooses the numbers of a run: layout, chunks, memory, time",
 }

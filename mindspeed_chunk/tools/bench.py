@@ -25,15 +25,16 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from mindspeed_chunk.command import run
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.output import console
-from mindspeed_chunk.tools import bench_cases, bench_host, bench_report, devices, stand_in
+from mindspeed_chunk.tools import bench_cases, bench_host, bench_report, devices, rates, stand_in
 from mindspeed_chunk.tools.bench_cases import BenchCase
 from mindspeed_chunk.tools.bench_layer import BenchLayer, check_cases, check_device
 from mindspeed_chunk.tools.bench_report import UNLIMITED, Measured
-from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, run_on_ranks
+from mindspeed_chunk.tools.layer_command import add_layer_options, check_file, check_layer, check_ranks, run_on_ranks
 from mindspeed_chunk.tools.link import set_rate
 from mindspeed_chunk.tools.parser import Parser, check_range
 
 _WARM_UP = 2  # rounds
+_MIDDLE_CHUNKS = 4  # rates are those of one of so many
 _MOST_REPEATS = 100_000
 _OVERHEAD_CASES = "rolling:1,rolling:4"
 _OVERHEAD_SIZES = {"tokens": 16, "hidden": 16, "intermediate": 16, "top_k": 2}
@@ -62,11 +63,13 @@ def _parser() -> Parser:
         "costs; without peers, and between the ranks",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
+    parser.add_argument("--device-file", metavar="FILE", help="measure the rates that `plan` reads in a device file")
     parser.add_argument("--png", metavar="FILE", help="draw time and memory against the number of chunks")
     return parser
 
 
 def _check(options: argparse.Namespace) -> dict[str, str]:
+    check_ranks(options)
     if options.overhead:
         vars(options).update(_OVERHEAD_SIZES, experts=2 * options.ranks, routing="balanced", hidden_share=False)
         options.cases = options.cases or _OVERHEAD_CASES
@@ -80,9 +83,11 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError("--png: needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     if options.png and not options.png.endswith(".png"):
         raise ConfigError(f"--png {options.png}: must end in .png")
-    for argument, path in (("--json", options.json), ("--png", options.png)):
+    for argument, path in (("--json", options.json), ("--png", options.png), ("--device-file", options.device_file)):
         if path is not None:
             check_file(argument, path)
+    if options.device_file and options.dtype not in rates.FORMATS:
+        raise ConfigError(f"--device-file: has no rates for {options.dtype}; use --dtype {' or '.join(rates.FORMATS)}")
     names = bench_cases.names_of(options.cases)
     if any(name.endswith(":fill") for name in names) and not options.shared_expert:
         raise ConfigError("--cases: fill needs --shared-expert, the width of what fills")
@@ -91,10 +96,12 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
 
 def _on_rank(options: argparse.Namespace) -> None:
     names = bench_cases.names_of(options.cases)
-    check_device(options)
+    device = check_device(options)
     measured = _overhead(options, names) if options.overhead else measure(options, names)
+    if options.device_file:
+        device["rates"] = rates.measure(options, BenchLayer(options, dist.group.WORLD), _MIDDLE_CHUNKS)
     if dist.get_rank() == 0:
-        bench_report.report(options, measured)
+        bench_report.report(options, measured, device)
 
 
 def measure(options: argparse.Namespace, names: list[str]) -> list[Measured]:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ class NoResult(RuntimeError):
 
 class ValuesDiffer(NoResult):
     """The device computes a wrong value, or a case another one than the plain dispatcher."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; no times are shown"
 
 
 class Residency(NamedTuple):
@@ -227,13 +230,26 @@ class BenchLayer:
         return Traffic(exchanges, sent) if exchanges else None
 
 
-def check_device(options: argparse.Namespace) -> None:
-    """Compare the device's values with those of a CPU, before any layer runs between devices. Raises ValuesDiffer."""
-    refuse_wrong(list(bench_values.check(devices.here(options.device))))
+def check_device(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the device's values with those of a CPU, and then send rows between the devices.
+
+    Returns:
+        `values` and `wire_gb_per_s`, of the slowest rank, for a record.
+
+    Raises:
+        ValuesDiffer: on every rank, if a value is wrong on one.
+    """
+    place = devices.here(options.device)
+    values, rate = list(bench_values.check(place)), None
+    _refuse_wrong(values)
+    if not options.stand_in:
+        arrived, seconds_per_gb = bench_values.wire(place)
+        _refuse_wrong([arrived])
+        values, rate = [*values, arrived], 1 / most([seconds_per_gb])[0]
+    return {"values": [each._asdict() for each in values], "wire_gb_per_s": rate}
 
 
-def refuse_wrong(values: list[bench_values.Value]) -> None:
-    """Raise ValuesDiffer on every rank if a value is wrong on one."""
+def _refuse_wrong(values: list[bench_values.Value]) -> None:
     wrong = [f"{each.what}: off by {each.error:.1e}, allowed {each.allowed:.0e}" for each in values if not each.right]
     if most([len(wrong)])[0]:
         raise ValuesDiffer("; ".join(wrong) or "another rank has wrong values")

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+import yaml
 
 import mindspeed_chunk
 from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.output import Table, drawable, terminal, wide_console
-from mindspeed_chunk.tools import devices, stand_in
+from mindspeed_chunk.tools import environment, stand_in
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
@@ -70,29 +70,40 @@ class Measured:
         return self.median / base.median, low, high
 
 
-def report(options: argparse.Namespace, measured: list[Measured]) -> None:
-    """Print the tables, and write the files that the options name."""
-    show(options, measured, wide_console())
+def report(options: argparse.Namespace, measured: list[Measured], device: dict[str, Any]) -> None:
+    """Print the tables, and write the files that the options name.
+
+    Args:
+        device: what else is known about it, for the record: its values, and maybe its rates.
+    """
+    screen, found = wide_console(), record(options, measured, device)
+    for line in found["environment"]["warnings"]:
+        screen.print(f"warning: {line}")
+    for table in _tables(options, measured):
+        screen.print(terminal(table))
+    rate = device["wire_gb_per_s"]
+    arrived = f"; every row arrived, {rate:.3g} GB/s or more from each rank" if rate else ""
+    screen.print(f"{len(device['values'])} values compared with fp32 on the CPU, all right{arrived}")
+    if options.stand_in:
+        screen.print(stand_in.NOTE)
+    if found["recommended"]:
+        screen.print(f"recommended: {found['recommended']}, the fewest chunks within 2 % of the fastest case")
     if options.json:
-        files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
+        files.write(Path(options.json), json.dumps(found, indent=1) + "\n", "--json")
+    if options.device_file:
+        content = yaml.safe_dump(device["rates"], sort_keys=False)
+        files.write(Path(options.device_file), content, "--device-file")
     if options.png:
         draw(options, measured)
 
 
-def show(options: argparse.Namespace, measured: list[Measured], screen: Console) -> None:
-    for table in _tables(options, measured):
-        screen.print(terminal(table))
-    if options.stand_in:
-        screen.print(stand_in.NOTE)
-
-
-def recommended(measured: list[Measured]) -> Measured | None:
-    """The fewest chunks among the cases that keep activations and are hardly slower than the fastest of them."""
+def recommended(measured: list[Measured]) -> str | None:
+    """The case with the fewest chunks among those that keep activations and are hardly slower than the fastest."""
     first = [each for each in measured if each.link == measured[0].link]
     chunked = [(found.chunks, each) for each in first if (found := parse(each.case)) and found.mode == KEEPS[0]]
     fastest = min((each.median for _, each in chunked), default=0.0)
     near = [each for each in chunked if each[1].median <= _HARDLY_SLOWER * fastest]
-    return min(near, key=lambda each: (each[0], each[1].median))[1] if near else None
+    return min(near, key=lambda each: (each[0], each[1].median))[1].case if near else None
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:
@@ -111,20 +122,18 @@ def hidden_share(options: argparse.Namespace, limited: Measured, free: Measured)
     return 1 - (limited.median - free.median) / (8 * limited.traffic.sent / bits_per_second(options.link))
 
 
-def record(options: argparse.Namespace, measured: list[Measured]) -> dict:
+def record(options: argparse.Namespace, measured: list[Measured], device: dict[str, Any]) -> dict:
     """Everything about a run, for JSON."""
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "device": devices.name(options.device),
-        },
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "environment": environment.of_device(options.device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mindspeed_chunk": mindspeed_chunk.__version__,
-        "options": {key: value for key, value in vars(options).items() if key not in ("json", "png")},
+        "options": {key: value for key, value in vars(options).items() if key not in ("json", "png", "device_file")},
+        **device,
+        "recommended": recommended(measured),
         "memory_unit_bytes": measured[0].unit,
         "cases": [_entry(options, each, measured) for each in measured],
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -43,13 +44,11 @@ def marked(name: str) -> Iterator[None]:
         yield
 
 
-def record(kind: str, call: Callable[[], object], keep: Path | None) -> list[dict]:
-    """The events of the call in Chrome's trace format. The file of the profiler is copied to `keep`."""
+def record(kind: str, call: Callable[[], object], keep: Path) -> list[dict]:
+    """The events of the call in Chrome's trace format, which the file `keep` gets, too."""
     with tempfile.TemporaryDirectory() as folder:
-        text = (_on_npu if kind == "npu" else _on_cuda)(call, Path(folder)).read_text(encoding="utf-8")
-    if keep is not None:
-        keep.write_text(text, encoding="utf-8")
-    content = json.loads(text)
+        shutil.copyfile((_on_npu if kind == "npu" else _on_cuda)(call, Path(folder)), keep)
+    content = json.loads(keep.read_text(encoding="utf-8"))
     return content if isinstance(content, list) else content["traceEvents"]
 
 

@@ -1,4 +1,4 @@
-"""What `bench`, `trace` and `check` have in common: the layer's options, their checks, and a process for each rank."""
+"""What `bench` and `trace` have in common: the layer's options, their checks, and a process for each rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_on_ranks(
         except NoResult as error:
             code = 1
             if dist.get_rank() == 0:
-                print(f"error: {error}; no times are shown", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr)
         devices.barrier()
         destroy()
     return code

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from mindspeed_chunk import files
 from mindspeed_chunk.command import run
@@ -74,33 +73,22 @@ def _on_rank(options: argparse.Namespace) -> None:
     check_device(options)
     layer, case = BenchLayer(options, dist.group.WORLD), build(options.case)
     check_cases(options, layer, [case])
-    records = record_calls(layer, case, options.calls if options.device == "cpu" else 1)
-    if dist.get_rank() == 0:
-        write(options, records, wide_console())
-
-
-def record_calls(layer: BenchLayer, case: BenchCase, calls: int, keep: Path | None = None) -> list[Recording]:
-    """The records of all ranks, on every rank, of the call that is the median.
-
-    Args:
-        keep: a file for the trace of a device's profiler.
-
-    Raises:
-        NoResult: on every rank, if one has none.
-    """
     for _ in range(_WARM_UP):
         layer.run(case)
     own: object
     try:
-        on_cpu = layer.kind == "cpu"
-        recorded = [record_call(layer, case) if on_cpu else _profiled_call(layer, case, keep) for _ in range(calls)]
+        if options.device == "cpu":
+            recorded = [record_call(layer, case) for _ in range(options.calls)]
+        else:
+            recorded = [_profiled_call(layer, case, Path(f"{options.out}.rank{dist.get_rank()}.json"))]
         own = [dataclasses.asdict(call) for call in recorded]
     except Exception as error:  # a profiler fails in many ways, and the other ranks wait in the gather
         own = f"{type(error).__name__}: {error}"
-    by_rank = gather(own)
+    by_rank = _gather(own)
     if errors := [f"rank {rank}: {each}" for rank, each in enumerate(by_rank) if isinstance(each, str)]:
-        raise NoResult("; ".join(errors))
-    return _middle([[Recording.read(each) for each in rank] for rank in by_rank])
+        raise NoResult(f"no timeline: {'; '.join(errors)}")
+    if dist.get_rank() == 0:
+        _write(options, _middle([[Recording.read(each) for each in rank] for rank in by_rank]))
 
 
 def record_call(layer: BenchLayer, case: BenchCase) -> Recording:
@@ -117,7 +105,7 @@ def record_call(layer: BenchLayer, case: BenchCase) -> Recording:
     return record
 
 
-def _profiled_call(layer: BenchLayer, case: BenchCase, keep: Path | None) -> Recording:
+def _profiled_call(layer: BenchLayer, case: BenchCase, keep: Path) -> Recording:
     observed: dict[str, list[Event]] = {}
     outputs: list[torch.Tensor] = []
     steps: dict[str, Callable[[], object]] = {kernels.FORWARD: lambda: outputs.append(layer.forward(case))}
@@ -135,7 +123,7 @@ def _profiled_call(layer: BenchLayer, case: BenchCase, keep: Path | None) -> Rec
     return Recording(dist.get_rank(), kernels.passes(trace, observed))
 
 
-def gather(own_value: object) -> list:
+def _gather(own_value: object) -> list:
     """The value of each rank, as JSON, on every rank. torch's own gather of objects needs numpy."""
     if stand_in.is_played():
         return [own_value]
@@ -155,7 +143,7 @@ def _middle(by_rank: list[list[Recording]]) -> list[Recording]:
     return sorted(calls, key=lambda records: max(record.seconds for record in records))[len(calls) // 2]
 
 
-def write(options: argparse.Namespace, records: list[Recording], console: Console) -> None:
+def _write(options: argparse.Namespace, records: list[Recording]) -> None:
     """The files and the tables."""
     link = options.link or "not limited"
     title = f"{options.case}, {options.ranks} {options.device} ranks, link {link}, routing {options.routing}"
@@ -163,6 +151,7 @@ def write(options: argparse.Namespace, records: list[Recording], console: Consol
     *written, picture = (options.out + ending for ending in _ENDINGS)
     files.write(Path(written[0]), trace_files.page(f"One MoE layer: {title}", sizes, records), "--out")
     files.write(Path(written[1]), json.dumps(trace_files.chrome(records)) + "\n", "--out")
+    console = wide_console()
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no PNG: it needs matplotlib: pip install 'mindspeed_chunk[tools]'")
     else:
