@@ -22,7 +22,7 @@ check_device() {
     fi
     {
         timeout 600 "$PYTHON" -m mindspeed_chunk.tools bench "${size[@]}" "${share[@]}" --cases "${CASES:-all}" \
-            --repeats 7 --json "$OUT/record.json" --png "$OUT/record.png" --device-file "$OUT/device.yaml" "$@"
+            --repeats 7 --json "$OUT/record.json" --device-file "$OUT/device.yaml" "$@"
         timeout 290 "$PYTHON" -m mindspeed_chunk.tools trace "${size[@]}" --out "$OUT/layer" "$@"
         echo "done: send the folder $OUT"
     } 2>&1 | tee "$OUT/report.txt"
