@@ -20,7 +20,16 @@ from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("MINDSPEED_CHUNK_", "MINDSPEED_HOME", "MINDSPEED_MM_HOME", "TORCH_DEVICE", "NON_MEGATRON", "ASCEND_")
+OURS = (
+    "MINDSPEED_CHUNK_",
+    "MINDSPEED_HOME",
+    "MINDSPEED_MM_HOME",
+    "TORCH_DEVICE",
+    "NON_MEGATRON",
+    "ASCEND_",
+    "HCCL_",
+    "CUDA_",
+)
 EP = "mindspeed_mm/fsdp/distributed/expert_parallel"
 CHUNKMOE_PATCHES = ("config name", "start checks", "expert-parallel plan", "dispatcher", "published module")
 
@@ -378,3 +387,35 @@ def test_real_host():
     assert report["host"]["all_reduce_wrapper"] == "in its source"
     assert report["chunkmoe"]["runs"] == "ours"
     assert {states(report)[name] for name in CHUNKMOE_PATCHES} <= {"applied", "ready", "not needed"}
+
+
+@pytest.mark.parametrize(
+    "variables, kind, expected",
+    [
+        ({"HCCL_OP_EXPANSION_MODE": "AIV"}, "npu", "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference"),
+        ({"HCCL_OP_EXPANSION_MODE": "AI_CPU"}, "npu", None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "cuda", "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue"),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            "npu",
+            None,
+        ),  # MindSpeed-MM's scripts set it, and it has no effect there
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "cuda", None),
+        ({"HCCL_BUFFSIZE": "120"}, "npu", "HCCL_BUFFSIZE=120: a chunk has 201 MB"),
+        ({}, "npu", "HCCL_BUFFSIZE=200: a chunk has 201 MB, which HCCL sends in pieces of at most this size; set 201 "),
+        ({"HCCL_BUFFSIZE": "201"}, "npu", None),
+        ({}, "cuda", None),
+    ],
+)
+def test_variables_that_slow_a_run_or_hang_it(variables, kind, expected):
+    found = environment.warnings(variables, kind, chunk_bytes=200.5 * 2**20)
+    assert len(found) == (expected is not None) and all(each.startswith(expected) for each in found)
+
+
+def test_doctor_warns_of_variables_and_of_buffers_smaller_than_a_chunk():
+    yaml = ROOT / "examples" / "qwen3_5_35b" / "qwen3_5_35b_npu.yaml"
+    variables = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_BUFFSIZE": 1, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    answer = run("doctor", "--json", "--config", str(yaml), **variables)
+    notes = "\n".join(json.loads(answer.stdout)["notes"])
+    assert all(f"{name}={value}: " in notes for name, value in variables.items()), notes
+    assert run("doctor", "--config", "no-such.yaml").returncode == 2

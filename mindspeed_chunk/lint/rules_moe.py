@@ -115,13 +115,26 @@ def tokens(subject: Subject) -> int | None:
     return samples * length // (ulysses * ring) if min(samples, length, ulysses, ring) > 0 else None
 
 
+def _chunks(config: ChunkMoEConfig, most: int) -> int:
+    return config.moe_num_chunks or (-(-most // config.moe_chunk_size) if config.moe_chunk_size else 1)
+
+
+def chunk_bytes(subject: Subject) -> int:
+    """At most, of the rows in bf16 that a rank sends for a chunk; 0 if the yaml lacks a size."""
+    config, most, k = _read(subject)[0], tokens(subject), model_config.top_k(subject.text_config)
+    hidden = subject.text_config.get("hidden_size")
+    if not most or not k or not isinstance(hidden, int):
+        return 0
+    return 2 * hidden * k * -(-most // _chunks(config, most))
+
+
 def few_rows(subject: Subject) -> Iterator[Problem]:
     config, ep = _read(subject)[0], subject.get(SIZE, 1)
     k, experts = model_config.top_k(subject.text_config), model_config.num_experts(subject.text_config)
     most = tokens(subject)
     if not asked(subject) or not most or not k or not experts or ep < 2:
         return
-    count = config.moe_num_chunks or (-(-most // config.moe_chunk_size) if config.moe_chunk_size else 1)
+    count = _chunks(config, most)
     rows = most * k * ep // (count * experts)
     if 1 < count <= most and rows < MIN_ROWS:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE

@@ -63,7 +63,11 @@ def _parser() -> Parser:
         "costs; without peers, and between the ranks",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
-    parser.add_argument("--device-file", metavar="FILE", help="measure the rates that `plan` reads in a device file")
+    parser.add_argument(
+        "--device-file",
+        metavar="FILE",
+        help="also measure the rates that `plan` reads in a device file, and compare the cases with its prediction",
+    )
     parser.add_argument("--png", metavar="FILE", help="draw time and memory against the number of chunks")
     return parser
 
@@ -88,6 +92,8 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
             check_file(argument, path)
     if options.device_file and options.dtype not in rates.FORMATS:
         raise ConfigError(f"--device-file: has no rates for {options.dtype}; use --dtype {' or '.join(rates.FORMATS)}")
+    if options.device_file and (options.overhead or options.forward_only):
+        raise ConfigError("--device-file: not with --overhead or --forward-only; leave these out")
     names = bench_cases.names_of(options.cases)
     if any(name.endswith(":fill") for name in names) and not options.shared_expert:
         raise ConfigError("--cases: fill needs --shared-expert, the width of what fills")

@@ -21,7 +21,8 @@ import mindspeed_chunk
 from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.output import Table, drawable, terminal, wide_console
-from mindspeed_chunk.tools import environment, stand_in
+from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
+from mindspeed_chunk.tools import environment, rates, stand_in
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
@@ -91,8 +92,8 @@ def report(options: argparse.Namespace, measured: list[Measured], device: dict[s
     if options.json:
         files.write(Path(options.json), json.dumps(found, indent=1) + "\n", "--json")
     if options.device_file:
-        content = yaml.safe_dump(device["rates"], sort_keys=False)
-        files.write(Path(options.device_file), content, "--device-file")
+        files.write(Path(options.device_file), yaml.safe_dump(device["rates"], sort_keys=False), "--device-file")
+        screen.print(terminal(_planned_table(options, measured)))
     if options.png:
         draw(options, measured)
 
@@ -217,6 +218,23 @@ def _hidden_table(options: argparse.Namespace, measured: list[Measured]) -> Tabl
     ]
     title = f"share of the wire's own time that is hidden, link {options.link}"
     return Table(title, ("case", "all-to-alls", "MB sent", "wire ms", "hidden"), rows)
+
+
+def _planned_table(options: argparse.Namespace, measured: list[Measured]) -> Table:
+    """The time relative to the first case with a schedule: as measured, and as `plan` predicts it."""
+    shape = LayerShape(
+        tokens=options.tokens, hidden=options.hidden, intermediate=options.intermediate, experts=options.experts,
+        top_k=options.top_k, ep=options.ranks, element_size=getattr(torch, options.dtype).itemsize,
+    )  # fmt: skip
+    device, dtype, rows, first = load_device(options.device_file), rates.FORMATS[options.dtype], [], None
+    for one in (each for each in measured if each.link == measured[0].link):
+        if (found := parse(one.case)) and found.mode in KEEPS:
+            schedule, n, keep = found
+            seconds = chunk_times(shape, device, num_chunks=n, schedule=schedule, keep=keep, dtype=dtype).total
+            base, planned = first = first or (one, seconds)
+            ratio, predicted = one.ratio(base), seconds / planned
+            rows.append((one.case, _ratio(ratio), f"{predicted:.2f}", f"{predicted / ratio[0] - 1:+.1%}"))
+    return Table(f"as planned from {options.device_file}", ("case", "measured", "planned", "error"), rows)
 
 
 def _passes(options: argparse.Namespace) -> str:

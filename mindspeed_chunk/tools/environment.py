@@ -16,10 +16,7 @@ from packaging.requirements import Requirement
 PLUGIN = "mindspeed_chunk"
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_VARIABLES = (
-    "ASCEND", "HCCL", "TORCH_HCCL", "PYTORCH_NPU", "TASK_QUEUE", "MULTI_STREAM", "NCCL", "TORCH_NCCL", "PYTORCH_CUDA",
-    "CUDA_",
-)  # fmt: skip
+_VARIABLES = ("ASCEND", "HCCL", "TORCH_", "PYTORCH_", "TASK_QUEUE", "MULTI_STREAM", "NCCL", "CUDA_")
 _HCCL_BUFFER_MB = 200  # HCCL's default
 # files, and the text before the version
 _DRIVERS = {"/usr/local/Ascend/driver/version.info": "Version=", "/proc/driver/nvidia/version": "Kernel Module"}
@@ -73,7 +70,7 @@ def driver_version() -> str | None:
 
 
 def of_device(kind: str) -> dict[str, Any]:
-    """What a report about a device needs: versions, driver, variables, and warnings about these."""
+    """For a report about a device: versions, driver, variables, and warnings about these."""
     from mindspeed_chunk.tools import devices
 
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
@@ -88,29 +85,25 @@ def of_device(kind: str) -> dict[str, Any]:
 
 
 def warnings(variables: Mapping[str, str], kind: str | None, chunk_bytes: float = 0.0) -> list[str]:
-    """What the variables of a communication library do to chunks.
+    """What a variable of a device or of its communication library does to chunks.
 
     Args:
-        chunk_bytes: of the rows that a rank sends for one chunk; 0 if unknown.
+        kind: the device's; a variable without a meaning there has no warning.
+        chunk_bytes: of the rows that a rank sends for a chunk; 0 if unknown.
     """
     found = []
-    if variables.get("HCCL_OP_EXPANSION_MODE", "").upper().startswith("AIV"):
-        found.append(
-            "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference with one communication group; a training run with "
-            "several groups may hang; unset it"
-        )
-    if kind == "cuda" and variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue, so an all-to-all may wait behind matmuls that "
-            "it does not need; unset it"
-        )
-    size = variables.get("HCCL_BUFFSIZE", "")
+    mode = variables.get("HCCL_OP_EXPANSION_MODE", "")
+    if "AIV" in mode.upper():
+        rule = "HCCL has it for inference with one communication group; training with several groups may hang"
+        found.append(f"HCCL_OP_EXPANSION_MODE={mode}: {rule}; unset it")
+    if kind != "npu" and variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        rule = "all streams share one queue, in which an all-to-all waits behind matmuls"
+        found.append(f"CUDA_DEVICE_MAX_CONNECTIONS=1: {rule}; unset it")
+    size, needed = variables.get("HCCL_BUFFSIZE", ""), math.ceil(chunk_bytes / 2**20)
     buffer = int(size) if size.isdecimal() and len(size) < 10 else _HCCL_BUFFER_MB
-    if kind == "npu" and buffer * 2**20 < chunk_bytes:
-        found.append(
-            f"HCCL_BUFFSIZE={buffer}{'' if size else ' (the default)'}: a chunk has {chunk_bytes / 2**20:.0f} MB, so "
-            f"HCCL sends it in pieces; set HCCL_BUFFSIZE={math.ceil(chunk_bytes / 2**20)} or more, or use more chunks"
-        )
+    if (size or kind == "npu") and buffer < needed:
+        rule = f"a chunk has {needed} MB, which HCCL sends in pieces of at most this size"
+        found.append(f"HCCL_BUFFSIZE={buffer}: {rule}; set {needed} or more, or use more chunks")
     return found
 
 
