@@ -389,21 +389,21 @@ def test_real_host():
     assert {states(report)[name] for name in CHUNKMOE_PATCHES} <= {"applied", "ready", "not needed"}
 
 
+LARGE = {"HCCL_BUFFSIZE": "201"}
+
+
 @pytest.mark.parametrize(
     "variables, kind, expected",
     [
-        ({"HCCL_OP_EXPANSION_MODE": "AIV"}, "npu", "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference"),
-        ({"HCCL_OP_EXPANSION_MODE": "AI_CPU"}, "npu", None),
+        ({"HCCL_OP_EXPANSION_MODE": "AIV", **LARGE}, "npu", "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference"),
+        ({"HCCL_OP_EXPANSION_MODE": "AI_CPU", **LARGE}, "npu", None),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "cuda", "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue"),
-        (
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            "npu",
-            None,
-        ),  # MindSpeed-MM's scripts set it, and it has no effect there
+        # MindSpeed-MM's scripts set it, and it has no effect there
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", **LARGE}, "npu", None),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "cuda", None),
         ({"HCCL_BUFFSIZE": "120"}, "npu", "HCCL_BUFFSIZE=120: a chunk has 201 MB"),
         ({}, "npu", "HCCL_BUFFSIZE=200: a chunk has 201 MB, which HCCL sends in pieces of at most this size; set 201 "),
-        ({"HCCL_BUFFSIZE": "201"}, "npu", None),
+        (LARGE, "npu", None),
         ({}, "cuda", None),
     ],
 )
@@ -413,8 +413,8 @@ def test_variables_that_slow_a_run_or_hang_it(variables, kind, expected):
 
 
 def test_doctor_warns_of_variables_and_of_buffers_smaller_than_a_chunk():
-    yaml = ROOT / "examples" / "qwen3_5_35b" / "qwen3_5_35b_npu.yaml"
-    variables = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_BUFFSIZE": 1, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    yaml = ROOT / "examples" / "qwen3_5_35b" / "tiny.yaml"  # its chunks have less than 1 MB
+    variables = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_BUFFSIZE": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
     answer = run("doctor", "--json", "--config", str(yaml), **variables)
     notes = "\n".join(json.loads(answer.stdout)["notes"])
     assert all(f"{name}={value}: " in notes for name, value in variables.items()), notes
