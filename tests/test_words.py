@@ -60,7 +60,6 @@ NOT_YET: dict[str, int] = {
     "mindspeed_chunk/planner/setting.py": 3,
     "mindspeed_chunk/planner/tables.py": 1,
     "mindspeed_chunk/planner/traffic.py": 4,
-    "mindspeed_chunk/tools/bench.py": 2,
     "mindspeed_chunk/tools/bench_cases.py": 1,
     "mindspeed_chunk/tools/bench_layer.py": 6,
     "mindspeed_chunk/tools/bench_report.py": 5,
@@ -68,7 +67,6 @@ NOT_YET: dict[str, int] = {
     "mindspeed_chunk/tools/layer_command.py": 1,
     "mindspeed_chunk/tools/link.py": 3,
     "mindspeed_chunk/tools/plan.py": 2,
-    "mindspeed_chunk/tools/trace.py": 4,
     "mindspeed_chunk/tools/trace_files.py": 3,
     "mindspeed_chunk/tools/trace_record.py": 7,
 }
