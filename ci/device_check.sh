@@ -10,7 +10,9 @@
 check_device() {
     local kind=$1 found size share=()
     shift
-    if ! found=$("$PYTHON" -m mindspeed_chunk.tools.devices "$kind" | tail -n 1); then
+    found=$("$PYTHON" -c "from mindspeed_chunk.tools import devices as d; print(d.missing('$kind') or d.count('$kind'))")
+    found=$(tail -n 1 <<<"$found")
+    if ! [[ $found =~ ^[0-9]+$ ]]; then
         echo "skipped: $found"
         return
     fi

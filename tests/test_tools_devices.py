@@ -24,7 +24,7 @@ from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.tools.trace_record import action_seconds, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = ("--tokens", "64", "--hidden", "32", "--intermediate", "16", "--top-k", "2")
+SIZES = ("--tokens", "64", "--hidden", "32", "--intermediate", "16", "--top-k", "2", "--experts", "16")
 CASES = "rolling:1,rolling:2"
 FILES = {"record.json", "report.txt", "device.yaml", "layer.html", "layer.json", "layer.rank0.json"}
 

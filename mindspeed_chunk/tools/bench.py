@@ -94,6 +94,8 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(f"--device-file: has no rates for {options.dtype}; use --dtype {' or '.join(rates.FORMATS)}")
     if options.device_file and (options.overhead or options.forward_only):
         raise ConfigError("--device-file: not with --overhead or --forward-only; leave these out")
+    if options.device_file and options.tokens // _MIDDLE_CHUNKS * options.top_k * options.ranks < options.experts:
+        raise ConfigError(f"--device-file: a chunk of {_MIDDLE_CHUNKS} has no row for each expert; add --tokens")
     names = bench_cases.names_of(options.cases)
     if any(name.endswith(":fill") for name in names) and not options.shared_expert:
         raise ConfigError("--cases: fill needs --shared-expert, the width of what fills")

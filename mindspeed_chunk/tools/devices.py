@@ -1,13 +1,7 @@
-"""The devices that `bench` and `trace` run on: how a rank uses one, waits for it, and counts its memory.
-
-    python -m mindspeed_chunk.tools.devices npu
-
-prints how many there are, or why there is none, and then ends with 1.
-"""
+"""The devices that `bench` and `trace` run on: how a rank uses one, waits for it, and counts its memory."""
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -106,9 +100,3 @@ def _module(kind: str) -> ModuleType | Any:
     if kind == "npu":
         import torch_npu  # noqa: F401
     return torch.get_device_module(kind)
-
-
-if __name__ == "__main__":
-    reason = missing(sys.argv[1])
-    print(reason or count(sys.argv[1]))
-    sys.exit(bool(reason))
