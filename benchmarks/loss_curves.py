@@ -17,11 +17,11 @@ import argparse
 import sys
 import time
 
-import example
 import torch
 import torch.distributed as dist
-from example import CHUNK_MBS, LINEAR
 
+import example
+from example import CHUNK_MBS, LINEAR
 from mindspeed_chunk.dist import destroy
 
 FIRST = 10

@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import example
 import torch
 import torch.distributed as dist
 
+import example
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools.measure import LiveBytes
 

@@ -13,10 +13,10 @@ import statistics
 import sys
 from pathlib import Path
 
-import example
 import torch
 import torch.distributed as dist
 
+import example
 from mindspeed_chunk.tools.bench_layer import NoResult, seconds_of
 from mindspeed_chunk.tools.layer_command import run_on_ranks
 from mindspeed_chunk.tools.link import bits_per_second

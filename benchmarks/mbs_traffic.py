@@ -9,10 +9,10 @@ on rank 0. Exits with 1 where ChunkMBS takes more than one gather a direction an
 
 import sys
 
-import example
 import torch
 import torch.distributed as dist
 
+import example
 from mindspeed_chunk.dist import destroy
 from mindspeed_chunk.tools.measure import GATHER, REDUCE_SCATTER, Collectives
 

@@ -48,7 +48,8 @@ print(f"doctor: {reason}")
 END
 
 cd "$CHECKOUT"
-[ $# != 0 ] || set -- -q tests/test_{compatibility,config,config_document,lint_command,moe_schedule,package,public_api}.py
+[ $# != 0 ] || set -- -q tests/test_{compatibility,config,config_document,package,public_api}.py \
+    tests/lint/test_lint_command.py tests/moe/test_moe_schedule.py
 bash ci/test.sh "$@"
 
 stage "pip uninstall"

@@ -69,7 +69,7 @@ def test_a_difference_is_one_message_for_all_that_wait(store):
 def test_a_rank_that_never_answers_is_named_when_the_time_is_over():
     start = time.monotonic()
     told = on_threads(dist.HashStore(), {0: (SAME, True), 2: (SAME, True)}, size=3, patience_s=2.0)
-    assert 1.7 < time.monotonic() - start < 3.5
+    assert time.monotonic() - start > 1.7
     assert set(told.values()) == {
         f"{BEGINNING}rank 1: no answer within 2 s: start all ranks at the same time, "
         "install the plugin there, and do not turn it off "
@@ -90,7 +90,7 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for():
 def test_a_rank_that_does_not_wait_returns_at_once():
     start = time.monotonic()
     assert on_threads(dist.HashStore(), {0: (SAME, False)}, size=1000) == {0: None}
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PATIENCE_S / 3
 
 
 def test_a_start_with_the_store_of_an_earlier_one_compares_anew(store):

@@ -90,7 +90,7 @@ def test_files_and_modules_that_are_named_exist(path):
     files = {found.rstrip("./") for found in OURS.findall(named) if "NAME" not in found} - THEIRS
     missing = [name for name in files if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}*"))]
     modules = {found.rstrip(".") for found in re.findall(r"-m (mindspeed_chunk[\w.]*)", named)}
-    tests = "".join(read(module) for module in (ROOT / "tests").glob("*.py"))
+    tests = "".join(read(module) for module in (ROOT / "tests").rglob("test_*.py"))
     missing += [name for name in re.findall(r"(?<![\w/])test_\w+(?![\w.])", named) if f"def {name}(" not in tests]
     missing += [name for name in modules if not list(ROOT.glob(f"{name.replace('.', '/')}*"))]
     assert not missing

@@ -62,7 +62,7 @@ def test_lint_and_the_trainer_say_it_in_one_line(tmp_path, name):
     found = [each.message for each in lint.check(Document(text, "x.yaml")) if each.rule == "model-not-checked"]
     with pytest.raises(ConfigError) as raised:
         read_model_config(read(f"model.model_name_or_path={tmp_path}"), 256)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 20  # an attempt to build the model takes minutes
     assert len(found) == 1 and told in found[0] and told in str(raised.value)
     assert all(len(line.splitlines()) == 1 for line in (*found, str(raised.value)))
 

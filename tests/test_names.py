@@ -72,7 +72,7 @@ def test_large_ranges_are_compared_by_their_ends(text):
         list(checks.not_covered("features.recompute", others, [text]))
         if others != ["*"]:
             checks.check_hooks(units, ["y"], ["z"])
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 20  # number by number it takes hours
 
 
 def test_a_hole_at_either_end_or_inside_of_a_large_range_is_seen():
@@ -87,7 +87,7 @@ def test_a_hole_at_either_end_or_inside_of_a_large_range_is_seen():
 def test_many_wildcards_take_no_time(text):
     began = time.process_time()
     assert not Pattern(text, "p").matches("a1" * 100 + "c") or text == "*" * 150
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 20  # by backtracking it takes years
 
 
 def test_limits_say_what_they_are():

@@ -85,7 +85,7 @@ def test_random_configurations_match_the_reference(capsys):
 
 def test_random_plans_are_right_or_refused(capsys):
     """With more time than on an idle machine."""
-    assert plans.main(["--examples", "30", "--limit", "4"]) == 0
+    assert plans.main(["--examples", "30", "--limit", "10"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("30 option sets") and " x 0, " in told and " x 2; " in told
 
@@ -155,7 +155,7 @@ def test_an_exception_and_a_hang_of_one_rank_are_found_and_ranks_start_again():
 
 
 def test_yamls_with_mistakes_are_refused_in_one_line(capsys):
-    assert yamls.main(["--examples", "200"]) == 0, capsys.readouterr().out
+    assert yamls.main(["--examples", "200", "--limit", "10"]) == 0, capsys.readouterr().out
     assert "200 yamls" in capsys.readouterr().out
     texts = mutants.seeds()
     assert mutants.mutant(texts, 3, 8) == mutants.mutant(texts, 3, 8) != mutants.mutant(texts, 4, 8)

@@ -18,7 +18,7 @@ HOST_REQUIREMENTS = ROOT / "examples" / "qwen3_5_35b" / "requirements-host.txt"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 _LOOK_ALIKE = "not its own code: the tests against a look-alike of its modules"
-_RUN = "on CPU ranks, its stock trainer: the tests of `tests/test_host_real.py` and `tests/test_host_real_mbs.py`"
+_RUN = "on CPU ranks, its stock trainer: the tests in `tests/host`"
 # What was done with each version that the patches' records name, oldest first.
 HOSTS = {"26.0.0": _LOOK_ALIKE, "26.1.0": _RUN, "master of 2026-08": _RUN, "newest master": _LOOK_ALIKE}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

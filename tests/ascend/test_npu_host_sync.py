@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ascend import rig
 from launcher import run_ranks
-from test_host_sync import call_cases, watched
+from layer_cases import call_cases, watched
 
 
 def watch(rank, world_size, folder):

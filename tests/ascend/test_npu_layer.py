@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from ascend import rig
 from launcher import run_ranks
 from layer import TOLERANCE, Case, Layer, check, distance
+from layer_cases import OTHERS, ROUTINGS, SIZES, WAIT_CASES
 from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.replay import replay_contexts
 from mindspeed_chunk.ops.npu_ops import OPS
-from test_moe_ranks import OTHERS, ROUTINGS, SIZES
-from test_moe_wire import WAIT_CASES, HeldWork
+from wire import HeldWork
 
 CHANGES = (*ROUTINGS, *SIZES, *OTHERS, {"routing": "balanced", "tokens": (16,), "activation": "module"})
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import played_device
-from test_tools_devices import CASES, SIZES, assert_complete, command, run
+from device_commands import CASES, SIZES, assert_complete, command, run
 
 
 def test_without_an_npu_it_says_why_it_does_nothing(tmp_path):

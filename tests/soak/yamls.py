@@ -32,7 +32,8 @@ from mindspeed_chunk.tools import lint
 from soak.mutants import mutant, seeds
 
 WORLD = 16  # which the sizes of the examples and of the stock yamls divide
-LIMIT_S, LIMIT_BYTES = 1.0, 500 * 10**6
+LIMIT = 1.0  # seconds of CPU time
+LIMIT_BYTES = 500 * 10**6
 _SECTIONS = ((ChunkMoEConfig, "parallel", "ep_plan"), (ChunkMBSConfig, "features", "chunkmbs_plan"))
 
 
@@ -44,7 +45,7 @@ class TooLong(BaseException):
     """From the timer; no reader may catch it."""
 
 
-def judge(data: bytes, folder: Path) -> dict[str, str]:
+def judge(data: bytes, folder: Path, limit: float) -> dict[str, str]:
     """What each reader made of the yaml, by its name: "taken" or "refused". Raises Failed."""
     path = folder / "config.yaml"
     path.write_bytes(data)
@@ -53,7 +54,7 @@ def judge(data: bytes, folder: Path) -> dict[str, str]:
         "settings": lambda: _settings(path),
         "trainer": lambda: _trainer(path),
     }
-    return {name: _watched(name, reader) for name, reader in readers.items()}
+    return {name: _watched(name, reader, limit) for name, reader in readers.items()}
 
 
 def warm(folder: Path) -> None:
@@ -63,10 +64,10 @@ def warm(folder: Path) -> None:
     _lint(path)
 
 
-def _watched(name: str, reader: Callable[[], None]) -> str:
+def _watched(name: str, reader: Callable[[], None], limit: float) -> str:
     began, told = time.process_time(), ""
     try:
-        with _timer(5 * LIMIT_S), _memory(LIMIT_BYTES):
+        with _timer(5 * limit), _memory(LIMIT_BYTES):
             reader()
     except ConfigError as error:
         told = str(error)
@@ -77,7 +78,7 @@ def _watched(name: str, reader: Callable[[], None]) -> str:
     except (Exception, TooLong):
         raise Failed(f"{name}: {traceback.format_exc()}") from None
     took = time.process_time() - began
-    if took > LIMIT_S:
+    if took > limit:
         raise Failed(f"{name}: {took:.2f} s of CPU time")
     slowest[name] = max(slowest.get(name, 0.0), took)
     return "refused" if told else "taken"
@@ -149,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m soak.yamls", description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=2500, help="yamls to try (default: 2500)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of CPU time for each (default: {LIMIT:g})")
     parser.add_argument("--replay", type=int, metavar="NUMBER", help="the yaml of this number alone")
     parser.add_argument("--all", action="store_true", help="go on after a failure")
     options = parser.parse_args(argv)
@@ -160,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         for number in numbers:
             data = mutant(texts, options.seed, number)
             try:
-                counts.update(f"{reader} {done}" for reader, done in judge(data, folder).items())
+                counts.update(f"{reader} {done}" for reader, done in judge(data, folder, options.limit).items())
             except Failed as error:
                 failed += 1
                 print(f"{error}\nfailed: --seed {options.seed} --replay {number}\n")

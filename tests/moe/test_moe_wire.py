@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-import weakref
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from layer import Case, Layer, check, recomputed
+from layer_cases import WAIT_CASES
 from mindspeed_chunk import dist as wire
 from mindspeed_chunk.config import KEEPS, SCHEDULES
 from mindspeed_chunk.moe import executor
@@ -19,7 +19,7 @@ from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.moe.schedule import build, render, residency
 from mindspeed_chunk.observe import observe
 from mindspeed_chunk.ops import cpu
-from wire import Counted, prepared
+from wire import Counted, HeldWork, prepared
 
 
 def count_collectives(rank, world_size, cases):
@@ -155,27 +155,6 @@ def test_same_collectives_in_the_same_order_with_matching_sizes_on_every_rank():
             assert len({d["elements"] for d in details}) == 1
 
 
-class HeldWork:
-    """An all-to-all whose rows arrive at `wait()` and no sooner; it also sees what became of the send buffer."""
-
-    original = None
-    waits = 0
-
-    def __init__(self, output, rows, output_split_sizes, input_split_sizes, group, async_op):
-        assert async_op
-        self.output, self.rows, self.sent = output, weakref.ref(rows), rows.clone()
-        self.arrived = torch.empty_like(output)
-        type(self).original(self.arrived, rows, output_split_sizes, input_split_sizes, group=group)
-        output.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
-
-    def wait(self):
-        rows = self.rows()
-        assert rows is not None, "the send buffer was freed before the wait"
-        assert torch.equal(rows.view(torch.uint8), self.sent.view(torch.uint8)), "it was written to before the wait"
-        self.output.copy_(self.arrived)
-        type(self).waits += 1
-
-
 def hold_works(rank, world_size, cases, sabotage):
     HeldWork.original, dist.all_to_all_single = dist.all_to_all_single, HeldWork
     if sabotage:
@@ -189,12 +168,6 @@ def hold_works(rank, world_size, cases, sabotage):
         before = HeldWork.waits
         check(case, rank, world_size, dist.group.WORLD)
         assert HeldWork.waits - before == 4 * case.chunks + 2  # and every work is waited for
-
-
-WAIT_CASES = [
-    Case(chunks=n, schedule=schedule, keep=keep, dtype=dtype)
-    for n, schedule, keep, dtype in itertools.product((1, 2, 3, 5), SCHEDULES, KEEPS, (torch.float64, torch.bfloat16))
-]
 
 
 def test_rows_are_read_after_their_own_wait_and_send_buffers_live_until_then():

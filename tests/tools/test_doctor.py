@@ -19,17 +19,9 @@ from mindspeed_chunk.patches import config_name, start_checks
 from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = (
-    "MINDSPEED_CHUNK_",
-    "MINDSPEED_HOME",
-    "MINDSPEED_MM_HOME",
-    "TORCH_DEVICE",
-    "NON_MEGATRON",
-    "ASCEND_",
-    "HCCL_",
-    "CUDA_",
-)
+ROOT = Path(__file__).resolve().parents[2]
+HOMES = ("MINDSPEED_CHUNK_", "MINDSPEED_HOME", "MINDSPEED_MM_HOME", "NON_MEGATRON")
+OURS = (*HOMES, "TORCH_DEVICE", "ASCEND_", "HCCL_", "CUDA_")
 EP = "mindspeed_mm/fsdp/distributed/expert_parallel"
 CHUNKMOE_PATCHES = ("config name", "start checks", "expert-parallel plan", "dispatcher", "published module")
 

@@ -20,7 +20,7 @@ from mindspeed_chunk.observe import observe
 
 S, H, E = 7, 6, 4
 AROUND = (lambda forward: forward), (lambda forward: partial(checkpoint, forward, use_reentrant=False))
-TINY = Path(__file__).parent.parent / "examples" / "qwen3_5_35b" / "tiny"
+TINY = Path(__file__).parents[2] / "examples" / "qwen3_5_35b" / "tiny"
 
 
 class Block(nn.Module):

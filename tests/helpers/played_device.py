@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 
 VARIABLE = "PLAYED_DEVICE"
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parent
 CYCLES_PER_S = 1e10
 COMPUTE, WIRE = 7, 20  # streams of kernels
 ON_WIRE = "played: on a side stream"
@@ -24,7 +24,7 @@ ON_WIRE = "played: on a side stream"
 
 def environment(kind, devices, wheel_folder=""):
     """For a command that must find that many devices; with kind "npu" the back end runs the wheel's ops."""
-    path = os.pathsep.join([str(TESTS / "played"), str(TESTS), str(TESTS.parent)])
+    path = os.pathsep.join(map(str, [HELPERS / "played", HELPERS, HELPERS.parent, HELPERS.parents[1]]))
     return {**os.environ, "PYTHONPATH": path, VARIABLE: f"{kind}|{devices}|{wheel_folder}"}
 
 

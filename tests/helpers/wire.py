@@ -1,5 +1,8 @@
-"""Counting the collectives of one layer call, for tests."""
+"""Counting and delaying the collectives of one layer call, for tests."""
 
+import weakref
+
+import torch
 import torch.distributed as dist
 
 from layer import Layer
@@ -44,6 +47,27 @@ class Counted:
             counted[key] += 1
         self.calls.clear()
         return counted
+
+
+class HeldWork:
+    """An all-to-all whose rows arrive at `wait()` and no sooner; it also sees what became of the send buffer."""
+
+    original = None
+    waits = 0
+
+    def __init__(self, output, rows, output_split_sizes, input_split_sizes, group, async_op):
+        assert async_op
+        self.output, self.rows, self.sent = output, weakref.ref(rows), rows.clone()
+        self.arrived = torch.empty_like(output)
+        type(self).original(self.arrived, rows, output_split_sizes, input_split_sizes, group=group)
+        output.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+
+    def wait(self):
+        rows = self.rows()
+        assert rows is not None, "the send buffer was freed before the wait"
+        assert torch.equal(rows.view(torch.uint8), self.sent.view(torch.uint8)), "it was written to before the wait"
+        self.output.copy_(self.arrived)
+        type(self).waits += 1
 
 
 def prepared(case, rank, world_size):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mindspeed_chunk.tools.ranks import end_with, reserved_port
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "qwen3_5_35b"
 HOMES = ("MINDSPEED_HOME", "MINDSPEED_MM_HOME")
 REQUIREMENTS = EXAMPLE / "requirements-host.txt"
@@ -74,7 +74,7 @@ def trainer_file():
 
 def environment(**extra):
     """What README.md of the example sets, and the folders of the data sets."""
-    path = [os.environ[name] for name in HOMES] + [str(EXAMPLE), str(ROOT / "tests")]
+    path = [os.environ[name] for name in HOMES] + [str(EXAMPLE), str(ROOT / "tests" / "helpers")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

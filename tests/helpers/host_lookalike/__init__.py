@@ -23,7 +23,7 @@ from mindspeed_chunk.tools.ranks import reserved_port
 from zygote import stop
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 
 LAYERS = {
     "26.0": ("v26_0", "common"),

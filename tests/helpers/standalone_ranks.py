@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from mindspeed_chunk.standalone.config import load_config
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qwen3_5_35b"
 YAML = str(EXAMPLE / "tiny.yaml")
 # the example names its model by a path relative to the checkout, and tests run anywhere
 MODEL = f"model.model_name_or_path={EXAMPLE / 'tiny'}"

@@ -5,17 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from cuda_on_cpu import cuda_ops
 from host_sync import HostSync, no_host_sync
 from launcher import run_ranks
-from layer import Case, Layer
-from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
+from layer_cases import call_cases, watched
 from mindspeed_chunk.device import HostCopy
-from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-from mindspeed_chunk.moe.replay import replay_contexts
-from mindspeed_chunk.observe import observe
 
 ASKING = {
     "item": lambda x, mask: x[0].item(),
@@ -64,50 +59,6 @@ def test_what_waits_for_nothing_is_let_through():
         assert told[:2].sum().item() == 10 and (told + torch.ones(4)).tolist() == [6, 6, 3, 4]
         with pytest.raises(HostSync):
             x + told
-
-
-FITS = {"hidden": 24, "intermediate": 8, "experts": 6, "top_k": 3}  # widths that a grouped matmul takes
-
-
-def call_cases():
-    for keep, schedule, dtype in itertools.product(KEEPS, SCHEDULES, (torch.float32, torch.float64)):
-        yield Case(chunks=3, keep=keep, schedule=schedule, dtype=dtype, **FITS)
-    for change in (
-        {"padded": True},
-        {"limit": 0.5},
-        {"tokens": (0, 5)},
-        {"layout": "LFH"},
-        {"dense_weights": True},
-        {"router_dtype": torch.float32, "dtype": torch.bfloat16},
-        {"frozen": ("x", "weight")},
-        {"activation": "module"},
-        {"chunk_size": 4, "chunks": 0},
-    ):
-        yield Case(**{"chunks": 3, "dtype": torch.float32, **FITS, **change})
-
-
-def watched(case, *, checkpointed, rank=0, ranks=1, group=None):
-    """Forward and backward of a call that is not the first; returns how often the host waited for a copy."""
-    layer = Layer(case, rank, ranks)
-    leaves = layer.leaves(
-        {"x": layer.x, "weight": layer.weight, "fc1": layer.local(layer.fc1_EHF), "fc2": layer.local(layer.fc2_EIH)}
-    )
-    config = ChunkMoEConfig(**{**vars(case.config()), "chunk_moe_skip_unread": checkpointed})
-    dispatcher = ChunkMoEDispatcher(config, weight_layout=case.layout)
-
-    def block(x):
-        return layer.call(dispatcher, {**leaves, "x": x}, group) * 1
-
-    block(leaves["x"])  # agrees with the other ranks, and tries the activation
-    with no_host_sync(), observe() as events:
-        if checkpointed:
-            out = checkpoint(
-                block, leaves["x"], use_reentrant=False, preserve_rng_state=False, context_fn=replay_contexts
-            )
-        else:
-            out = block(leaves["x"])
-        out.backward(layer.grad)
-    return sum(event.kind == "host_copy" for event in events)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

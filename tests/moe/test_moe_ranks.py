@@ -9,43 +9,10 @@ import torch.distributed as dist
 
 from launcher import run_ranks
 from layer import Case, Layer, check, distance
+from layer_cases import OTHERS, ROUTINGS, SIZES
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
-
-ROUTINGS = (
-    {"routing": "random"},
-    {"routing": "balanced"},
-    {"routing": "one_rank"},
-    {"routing": "alternate", "tokens": (12,), "top_k": 2},
-    {"routing": "first", "top_k": 1, "tokens": (7,)},
-    {"routing": "last", "top_k": 1, "tokens": (7,)},
-)
-SIZES = (
-    {"tokens": (1, 7)},
-    {"tokens": (5, 2), "chunks": 4},
-    {"tokens": (2,), "chunks": 5},
-    {"tokens": (0, 6)},
-    {"tokens": (0,)},
-    {"chunk_size": 4, "chunks": 0, "tokens": (13, 2)},
-    {"chunk_size": 1, "chunks": 0, "tokens": (1, 0)},
-    {"experts": 4, "top_k": 2},
-)
-OTHERS = (
-    {"padded": True},
-    {"padded": True, "routing": "one_rank", "keep": "rows"},
-    {"limit": 0.5},
-    {"dense_weights": True},
-    {"activation": "module"},
-    {"activation": "module", "routing": "one_rank"},
-    {"router_dtype": torch.float32, "dtype": torch.bfloat16},
-    {"router_dtype": torch.float64, "dtype": torch.float32},
-    {"frozen": ("x", "weight")},
-    {"frozen": ("x",)},
-    {"frozen": ("weight", "fc2")},
-    {"frozen": ("fc1", "fc2")},
-    {"frozen": ("x", "weight", "fc1", "fc2")},
-)
 
 
 def cases() -> list[Case]:
