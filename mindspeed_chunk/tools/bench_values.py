@@ -172,12 +172,14 @@ def waits(place: torch.device) -> Iterator[Value]:
     if streams is None:
         return
     given = {name: tensor.to(place) for name, tensor in _inputs().items()}
-    leaves = [given[name].requires_grad_() for name in ("weight", "x", "fc1", "fc2")]
+    leaves = weight_TK, x_TH, fc1_LHF, fc2_LIH = [
+        given[name].requires_grad_() for name in ("weight", "x", "fc1", "fc2")
+    ]
     layer, found = ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=4)), ""
     for mode in ("default", "error"):
         streams.set_sync_debug_mode(mode)
         try:
-            out = layer(E, leaves[0], given["route"], *leaves[1:])
+            out = layer(E, weight_TK, given["route"], x_TH, fc1_LHF, fc2_LIH)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
         except RuntimeError as error:
             found = f": {str(error).splitlines()[0]}"

@@ -108,12 +108,13 @@ def _ranges(events: list[dict]) -> Iterator[_Span]:
 def _launched(events: list[dict]) -> Iterator[tuple[float, _Span]]:
     """(time of the launch on the host, kernel)."""
     kernels = {_place(each): _span(each) for each in events if each.get("ph") == "X"}
-    ends: dict[Any, list] = {"s": defaultdict(list), "f": defaultdict(list)}  # type: ignore[dict-item]
+    begins: dict[Any, list[dict]] = defaultdict(list)
+    ends: dict[Any, list[dict]] = defaultdict(list)
     for each in events:
-        if each.get("cat") in _ARROWS and each["ph"] in ends:
-            ends[each["ph"]][each["id"]].append(each)
-    for arrow, starts in ends["s"].items():
-        for start, end in zip(starts, ends["f"].get(arrow, ())):
+        if each.get("cat") in _ARROWS and each["ph"] in "sf":
+            (begins if each["ph"] == "s" else ends)[each["id"]].append(each)
+    for arrow, starts in begins.items():
+        for start, end in zip(starts, ends[arrow]):
             if kernel := kernels.get(_place(end)):
                 yield 1e-6 * float(start["ts"]), kernel
 

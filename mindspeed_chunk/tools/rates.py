@@ -23,7 +23,7 @@ from mindspeed_chunk.tools.bench_layer import BenchLayer, seconds_of
 from mindspeed_chunk.tools.link import bits_per_second
 
 MEGABYTES = (0.25, 0.5, 1, 2, 4, 8, 16)
-_REPEATS = 5
+_REPEATS, _SMALL_CALLS = 5, 10
 _SMALL = {"tokens": 16, "hidden": 16, "intermediate": 16, "top_k": 2, "experts": 4, "routing": "balanced"}
 FORMATS = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -37,27 +37,27 @@ def measure(options: argparse.Namespace, layer: BenchLayer, chunks: int) -> dict
     """
     flops, moved = _compute_rates(options, layer, options.tokens // chunks)
     small = BenchLayer(argparse.Namespace(**{**vars(options), **_SMALL}), None)
-    found = {
-        "name": f"{devices.name(options.device)}, {options.link}" if options.link else devices.name(options.device),
+    messages = [_message(megabytes, layer) for megabytes in MEGABYTES]
+    rate = bits_per_second(options.link) / 8 if options.link else messages[-1][0] / messages[-1][1]
+    return {
+        "name": f"{devices.name(options.device)}, link {options.link or 'not limited'}",
         "memory_gb": 1 if options.device == "cpu" else devices.memory_bytes(options.device) / 1e9,
         f"flops_{FORMATS[options.dtype]}": flops / 1e12,
         "memory_gb_per_s": moved / 1e9,
         "call_us": 1e6 * _call_seconds(small),
-        "source": "measured by mindspeed_chunk",
+        "intra_gb_per_s": rate / 1e9,
+        "inter_gb_per_s": rate / 1e9,
+        "intra_messages": messages,
+        "source": "measured by mindspeed-chunk bench",
     }
-    if not options.stand_in:
-        found["intra_messages"] = [list(_message(megabytes, layer)) for megabytes in MEGABYTES]
-        nbytes, seconds = found["intra_messages"][-1]
-    rate = bits_per_second(options.link) / 8 if options.link else nbytes / seconds
-    return {**found, "intra_gb_per_s": rate / 1e9, "inter_gb_per_s": rate / 1e9}
 
 
 def _median(function: Callable[[], object], layer: BenchLayer) -> float:
     return statistics.median([seconds_of(function, layer.device) for _ in range(_REPEATS + 1)][1:])
 
 
-def _message(megabytes: float, layer: BenchLayer) -> tuple[float, float]:
-    """(bytes, seconds) of one all-to-all in which each rank sends so much to the others together."""
+def _message(megabytes: float, layer: BenchLayer) -> list[float]:
+    """[bytes, seconds] of one all-to-all in which each rank sends so much to the others together."""
     ranks, (_, hidden) = dist.get_world_size(), layer.x_TH.shape
     rows = max(1, int(megabytes * 1e6) // (hidden * layer.x_TH.element_size() * (ranks - 1)))
     sent, splits = layer.x_TH.new_zeros(ranks * rows, hidden), [rows] * ranks
@@ -65,7 +65,7 @@ def _message(megabytes: float, layer: BenchLayer) -> tuple[float, float]:
     def exchange() -> None:
         all_to_all(sent, splits, splits, dist.group.WORLD, "message", most=rows)[1].wait()
 
-    return megabytes * 1e6, _median(exchange, layer)
+    return [megabytes * 1e6, _median(exchange, layer)]
 
 
 def _compute_rates(options: argparse.Namespace, layer: BenchLayer, tokens: int) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def _call_seconds(small: BenchLayer) -> float:
     seconds, actions = {}, {}
     for n in (1, 4):
         case = build(f"rolling:{n}")
-        seconds[n] = _median(lambda case=case: [small.run(case) for _ in range(10)], small) / 10
+        seconds[n] = statistics.median([small.time(case, _SMALL_CALLS) for _ in range(_REPEATS + 1)][1:])
         both = build_schedule("rolling", n) + build_schedule("rolling", n, backward=True)
         actions[n] = sum(action.kind not in "DC" for action in both)
     return max(0.0, (seconds[4] - seconds[1]) / (actions[4] - actions[1]))
