@@ -24,7 +24,7 @@ ON_WIRE = "played: on a side stream"
 
 def environment(kind, devices, wheel_folder=""):
     """For a command that must find that many devices; with kind "npu" the back end runs the wheel's ops."""
-    path = os.pathsep.join(map(str, [HELPERS / "played", HELPERS, HELPERS.parent, HELPERS.parents[1]]))
+    path = os.pathsep.join(map(str, [HELPERS / "played", HELPERS, HELPERS.parent]))
     return {**os.environ, "PYTHONPATH": path, VARIABLE: f"{kind}|{devices}|{wheel_folder}"}
 
 
