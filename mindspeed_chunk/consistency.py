@@ -101,10 +101,10 @@ class _Board:
         problem, waiting = json.loads(self._store.get(verdict))
         if problem:
             # the store may end with this rank
-            told = f"{self._start}/read"
-            if self._store.add(f"{told} ranks", 1) == waiting:
-                self._store.set(told, "")
-            self._wait_for(told, deadline)
+            read_by = f"{self._start}/read"
+            if self._store.add(f"{read_by} ranks", 1) == waiting:
+                self._store.set(read_by, "")
+            self._wait_for(read_by, deadline)
         return problem
 
     def _wait_for(self, key: str, deadline: float) -> bool:
@@ -148,9 +148,9 @@ def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answer
     if differing:
         parts.append("start all ranks with the same yaml, arguments, environment and version of the plugin")
     if silent:
-        told = f"{_names(silent)}: no answer within {answers_s:.0f} s"
+        problem = f"{_names(silent)}: no answer within {answers_s:.0f} s"
         cure = "start all ranks at the same time, install the plugin there, and do not turn it off"
-        parts.append(f"{told}: {cure} (MINDSPEED_CHUNK_DISABLE)")
+        parts.append(f"{problem}: {cure} (MINDSPEED_CHUNK_DISABLE)")
     return "; ".join(parts)
 
 
@@ -163,8 +163,8 @@ def _difference(key: str, groups: list[tuple[Settings, list[int]]]) -> str:
         settings_of.setdefault(alike, settings)
         ranks_of.setdefault(alike, []).extend(ranks)
     shown = _shown([settings.get(key, _NOT_SET) for settings in settings_of.values()])
-    told = [f"{value} on {_names(sorted(ranks))}" for value, ranks in zip(shown, ranks_of.values(), strict=True)]
-    return f"{key}: {', '.join(_first(told, 'values'))}"
+    texts = [f"{value} on {_names(sorted(ranks))}" for value, ranks in zip(shown, ranks_of.values(), strict=True)]
+    return f"{key}: {', '.join(_first(texts, 'values'))}"
 
 
 def _shown(values: list[Any]) -> list[str]:

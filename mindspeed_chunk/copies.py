@@ -28,7 +28,7 @@ def patches() -> str | None:
     return None if spec is None or spec.origin is None else os.path.dirname(os.path.realpath(spec.origin))
 
 
-def found() -> list[str]:
+def folders() -> list[str]:
     """The folders of all copies, in the order in which Python finds them, links resolved; the first is imported."""
     specs = [PathFinder.find_spec(NAME, [entry]) for entry in sys.path]
     # an editable install has its own finder
@@ -44,5 +44,5 @@ def problems() -> list[str]:
     # in a checkout they are next to the package
     if seams is not None and seams not in (os.path.join(folder, "patches") for folder in (here, os.path.dirname(here))):
         return [f"two copies are mixed: the core is {here}, its patches are {seams}; uninstall one of them"]
-    hidden = ", ".join(folder for folder in found() if folder != here)
+    hidden = ", ".join(folder for folder in folders() if folder != here)
     return [f"there are several copies: {here} is used, not used: {hidden}; remove the unwanted ones"] if hidden else []

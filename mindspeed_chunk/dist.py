@@ -74,20 +74,20 @@ def all_to_all(
     group: dist.ProcessGroup | None,
     name: str,
     padding_rows: int = 0,
-    most: int = 0,
+    max_split: int = 0,
 ) -> tuple[torch.Tensor, Work]:
     """Launch an exchange of rows: `send_splits[p]` of them to rank p, `recv_splits[p]` from it.
 
     Args:
         rows: `[sum(send_splits), width]`, contiguous. The caller keeps it, unchanged, until `wait()`.
         padding_rows: number of zero rows at the end of the result, after those that arrive.
-        most: the largest number of rows that any rank sends to another one, the same on every rank. Over gloo, messages
-            of more than `GLOO_PIECE_BYTES` are then sent in pieces of that size, but in at most 16.
+        max_split: the largest number of rows that any rank sends to another one, the same on every rank. Over gloo,
+            messages of more than `GLOO_PIECE_BYTES` are then sent in pieces of that size, but in at most 16.
 
     Returns:
-        The received rows `[sum(recv_splits) + tail, width]`, readable after the work's `wait()`, and the work. Without
-        peers this is `rows` itself, unless there is a tail or `rows` is a part of a larger buffer, which it would keep
-        alive.
+        The received rows `[sum(recv_splits) + padding_rows, width]`, readable after the work's `wait()`, and the work.
+        Without peers this is `rows` itself, unless there are padding rows or `rows` is a part of a larger buffer, which
+        it would keep alive.
     """
     num_received = sum(recv_splits)
     if group_size(group) == 1 and padding_rows == 0 and rows.untyped_storage().nbytes() == rows.nbytes:
@@ -100,7 +100,7 @@ def all_to_all(
         return received, DONE
     emit("all_to_all", name, send=tuple(send_splits), recv=tuple(recv_splits), row_bytes=row_bytes(rows))
     arriving, send_splits, recv_splits = received[:num_received], list(send_splits), list(recv_splits)
-    pieces = min(_MOST_PIECES, -(-most * row_bytes(rows) // GLOO_PIECE_BYTES))
+    pieces = min(_MOST_PIECES, -(-max_split * row_bytes(rows) // GLOO_PIECE_BYTES))
     if pieces > 1 and rows.device.type == "cpu" and "gloo" in dist.get_backend(group):
         return received, _exchange_in_pieces(arriving, rows, recv_splits, send_splits, pieces, group)
     return received, dist.all_to_all_single(arriving, rows, recv_splits, send_splits, group=group, async_op=True)
@@ -187,16 +187,17 @@ def agree(
         for rank, text in zip(ranks, texts, strict=True)
     }
 
-    errors = {rank: told["error"] for rank, told in by_rank.items() if "error" in told}
+    errors = {rank: values["error"] for rank, values in by_rank.items() if "error" in values}
     if errors:
         raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in errors.items()))
-    differing = [key for key in fields if len({told.get(key) for told in by_rank.values()}) > 1]
+    differing = [key for key in fields if len({values.get(key) for values in by_rank.values()}) > 1]
     if differing:
-        told = "; ".join(
-            f"{key}: " + ", ".join(f"{told.get(key)} on rank {rank}" for rank, told in by_rank.items())
+        differences = "; ".join(
+            f"{key}: " + ", ".join(f"{values.get(key)} on rank {rank}" for rank, values in by_rank.items())
             for key in differing
         )
-        raise ValueError(f"the ranks of an expert-parallel group must agree on every setting of Chunk MoE, but {told}")
+        rule = "the ranks of an expert-parallel group must agree on every setting of Chunk MoE"
+        raise ValueError(f"{rule}, but {differences}")
 
 
 def destroy() -> None:

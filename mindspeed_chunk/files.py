@@ -35,7 +35,7 @@ def write(path: Path, content: str | bytes, argument: str) -> None:
             with target.open("wb") as file:
                 file.write(data)
         else:
-            with _beside(target) as (temporary, descriptor):
+            with _temporary_next_to(target) as (temporary, descriptor):
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
                     file.flush()
@@ -58,7 +58,7 @@ def write_figure(path: Path, figure: Any, argument: str) -> None:
 
 
 @contextlib.contextmanager
-def _beside(target: Path) -> Iterator[tuple[Path, int]]:
+def _temporary_next_to(target: Path) -> Iterator[tuple[Path, int]]:
     """A new open file with the rights of the target; it is removed afterwards if it has not been renamed."""
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(0, "it is read-only")

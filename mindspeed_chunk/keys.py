@@ -221,7 +221,7 @@ def joined(section: str, key: object) -> str:
 
 def at(path: str) -> Any:
     """The Key at a path, or the keys of a section; "" is the root."""
-    return functools.reduce(lambda found, segment: found[segment], filter(None, path.split(".")), SECTIONS)
+    return functools.reduce(lambda section, segment: section[segment], filter(None, path.split(".")), SECTIONS)
 
 
 def _paths(keys: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -253,9 +253,9 @@ def nearest(key: str, section: str) -> list[str]:
 @functools.lru_cache(maxsize=4096)
 def near(word: str, known: tuple[str, ...]) -> list[str]:
     """The known words that a word may mean: one, several that are equally near, or none."""
-    found = {each: _likeness(word, each) for each in known} if len(word) <= _LONG else {}
-    best = max(found.values(), default=0.0)
-    return [each for each, likeness in found.items() if likeness == best >= NEAR]
+    likeness_of = {each: _likeness(word, each) for each in known} if len(word) <= _LONG else {}
+    best = max(likeness_of.values(), default=0.0)
+    return [each for each, likeness in likeness_of.items() if likeness == best >= NEAR]
 
 
 def _likeness(word: str, known: str) -> float:

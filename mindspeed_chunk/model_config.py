@@ -41,10 +41,10 @@ def read_file(path: Path) -> dict[str, Any]:
     its = f"its {shortened(path.name)}"
     try:
         with path.open("rb") as file:
-            found = file.read(MAX_BYTES + 1)
-        if len(found) > MAX_BYTES:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise BadConfig(f"{its} is larger than {MAX_BYTES // 1024} KiB")
-        config = json.loads(found.decode("utf-8"))
+        config = json.loads(data.decode("utf-8"))
     except OSError as error:
         raise BadConfig(f"{its} cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -92,5 +92,5 @@ def top_k(text_config: Mapping[str, Any]) -> int | None:
 
 
 def _first(text_config: Mapping[str, Any], *keys: str) -> int | None:
-    found = (text_config.get(key) for key in keys)
-    return next((each for each in found if isinstance(each, int) and not isinstance(each, bool) and each > 0), None)
+    values = (text_config.get(key) for key in keys)
+    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0), None)

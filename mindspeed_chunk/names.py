@@ -35,9 +35,9 @@ class Pattern:
             self._parts.append(self._read_numbers(part) if part.startswith("{") else part)
 
     def _read_numbers(self, part: str) -> range:
-        found = _NUMBER.fullmatch(part)
-        numbers = range(int(found[1]), int(found[2]) + 1) if found and found[1] else _ANY_NUMBER
-        if not found or not numbers:
+        match = _NUMBER.fullmatch(part)
+        numbers = range(int(match[1]), int(match[2]) + 1) if match and match[1] else _ANY_NUMBER
+        if not match or not numbers:
             raise ConfigError.about(
                 self.path, self.text, f"{part} is not a wildcard", "write {*} or a range such as {0-3}"
             )
@@ -66,10 +66,10 @@ class Pattern:
         `?`, of each number with one more digit. For every other wildcard: 0, because there may be one layer. Raises
         ConfigError if there would be more than `MAX_EXAMPLES`.
         """
-        told = {int(number) for other in others for number in _DIGITS.findall(other.text)}
+        numbers = {int(number) for other in others for number in _DIGITS.findall(other.text)}
         if any("?" in other.text for other in others):
-            told |= _TENS
-        marks = {at for number in told for at in (number - 1, number, number + 1)}
+            numbers |= _TENS
+        marks = {at for number in numbers for at in (number - 1, number, number + 1)}
         choices: list[Sequence[str | int]] = []
         for part in self._parts:
             if part is _ANY_NUMBER or part in ("*", "?"):

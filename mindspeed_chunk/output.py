@@ -36,9 +36,9 @@ class Table(NamedTuple):
     note: str = ""
 
     @classmethod
-    def of(cls, title: str, found: Iterable[Mapping[str, Any]], *columns: Column, **more: Any) -> Table:
-        """A row for each of `found`; a column is its heading, and a key or a function that gives the cell."""
-        rows = [[str(each[cell] if isinstance(cell, str) else cell(each)) for _, cell in columns] for each in found]
+    def of(cls, title: str, records: Iterable[Mapping[str, Any]], *columns: Column, **more: Any) -> Table:
+        """A row for each of `records`; a column is its heading, and a key or a function that gives the cell."""
+        rows = [[str(each[cell] if isinstance(cell, str) else cell(each)) for _, cell in columns] for each in records]
         return cls(title, [heading for heading, _ in columns], rows, **more)
 
 

@@ -33,7 +33,7 @@ class Unreadable(ConfigError):
     """The file is not a configuration; the message is one line."""
 
 
-class Content(NamedTuple):
+class ParsedYaml(NamedTuple):
     """A yaml's nodes, with merges (<<) resolved, and their values. Both None for an empty yaml."""
 
     root: yaml.Node | None
@@ -45,32 +45,32 @@ def read(path: Path) -> str:
     name = shortened(os.fspath(path))
     try:
         with path.open("rb") as file:
-            found = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a name may have characters that no file name can have
         reason = getattr(error, "strerror", None) or str(error)
         raise Unreadable(f"{name}: cannot be read: {reason}; give the path of a yaml file") from None
-    if len(found) > MAX_BYTES:
+    if len(data) > MAX_BYTES:
         raise Unreadable(f"{name}: larger than {MAX_BYTES // 1024} KiB; give a yaml file")
     for mark, encoding in _MARKS:
-        if found.startswith(mark):
+        if data.startswith(mark):
             raise Unreadable(f"{name}: {encoding} text; save it as UTF-8")
     try:
-        return found.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = found.count(b"\n", 0, error.start) + 1
+        line = data.count(b"\n", 0, error.start) + 1
         raise Unreadable(f"{name}:{line}: not UTF-8 text, at byte {error.start}; save it as UTF-8") from None
 
 
-def sections(text: str, name: str) -> Content:
+def sections(text: str, name: str) -> ParsedYaml:
     """The content of a whole file, which must be a mapping. Raises Unreadable."""
-    found = load(text, name)
-    if not isinstance(found.data, dict):
-        kind = type(found.data).__name__ if found.data is not None else "empty"
+    parsed = load(text, name)
+    if not isinstance(parsed.data, dict):
+        kind = type(parsed.data).__name__ if parsed.data is not None else "empty"
         raise Unreadable(f"{name}: must be a mapping of sections, not {kind}; start from a stock yaml")
-    return found
+    return parsed
 
 
-def load(text: str, name: str) -> Content:
+def load(text: str, name: str) -> ParsedYaml:
     """The content of the text.
 
     Raises:
@@ -83,7 +83,7 @@ def load(text: str, name: str) -> Content:
         root = loader.get_single_node()
         _refuse_doubles(loader, name)
         # this also resolves merges in the nodes
-        return Content(root, None if root is None else loader.construct_document(root))
+        return ParsedYaml(root, None if root is None else loader.construct_document(root))
     except yaml.YAMLError as error:
         raise Unreadable(_message(error, name)) from None
     finally:

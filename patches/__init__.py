@@ -47,7 +47,7 @@ ON_CPU: dict[str, tuple[str, ...]] = {
 
 _hooks: PostImport | None = None
 _broken = False
-_met: list[Patch] = []  # patches whose module the host has imported, in that order
+_checked: list[Patch] = []  # patches whose module the host has imported, in that order
 
 
 def install() -> None:
@@ -75,8 +75,8 @@ def remove() -> None:
             sys.meta_path.remove(_hooks)
         _hooks = None
     with contextlib.ExitStack() as last_first:  # each of them, even if another one fails
-        while _met:
-            last_first.callback(_met.pop(0).remove)
+        while _checked:
+            last_first.callback(_checked.pop(0).remove)
 
 
 def _on_import(name: str, module: ModuleType) -> None:
@@ -88,7 +88,7 @@ def _on_import(name: str, module: ModuleType) -> None:
         _warn()
         for patch in _records(HOOKS.get(name) or (ON_CPU[name] if settings.on_cpu() else ())):
             if patch.module == name:
-                _met.append(patch)
+                _checked.append(patch)
                 patch.on_import(module)
     except KeyboardInterrupt:  # the user wants to stop
         raise

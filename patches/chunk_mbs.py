@@ -31,10 +31,10 @@ def check(module: ModuleType) -> Undo:
     original = getattr(module, _NAME)
     if tuple(inspect.signature(original).parameters) != _PARAMETERS:
         raise Drifted(f"{_NAME}{signature_of(original)}")
-    return _SEAM.found(module)
+    return _SEAM.bind(module)
 
 
-def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
+def activate(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
     """From now on the host's chunked modules run our ChunkMBS.
 
     Args:
@@ -47,7 +47,7 @@ def use(batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
     def ours(original: Callable) -> Callable:
         @functools.wraps(original)
         def apply_chunkmbs_module(chunk_mbs_modules: Any, chunkmbs_cfg: Any) -> None:
-            config = ChunkMBSConfig.from_mapping(settings.plan_mapping(chunkmbs_cfg))
+            config = ChunkMBSConfig.from_mapping(settings.section_mapping(chunkmbs_cfg))
             wrap(chunk_mbs_modules, config, batch_sizes, inner)
 
         return apply_chunkmbs_module

@@ -49,7 +49,7 @@ def ep_chunkmoe_forward(*args: Any, ep_plan: object = None, **kwargs: Any) -> to
 
     if ep_plan is None:
         raise ValueError("ep_plan: None: must be given: it has the number of chunks")
-    dispatcher = _dispatcher(ChunkMoEConfig.from_mapping(settings.plan_mapping(ep_plan)))
+    dispatcher = _dispatcher(ChunkMoEConfig.from_mapping(settings.section_mapping(ep_plan)))
     names = [name for name in inspect.signature(dispatcher.__call__).parameters if name != "self"]
     named = {**dict(zip(names, args)), **kwargs}
     return dispatcher(**ep_dispatcher.translate(sys.modules[ep_dispatcher.PATCH.module], named))

@@ -42,11 +42,11 @@ def check(module: ModuleType) -> Undo:
     names = tuple(inspect.signature(module.ep_forward).parameters)
     if names[: len(_FIRST)] != _FIRST or not set(names[len(_FIRST) :]) <= _OPTIONAL:
         raise Drifted(f"ep_forward{signature_of(module.ep_forward)}")
-    _SEAM.found(module)
+    _SEAM.bind(module)
     return _undo
 
 
-def use(group: Any, dispatcher: Callable) -> None:
+def activate(group: Any, dispatcher: Callable) -> None:
     """From now on `ep_forward` calls with this group go to `dispatcher`, which takes the arguments by name."""
     _dispatchers[group] = dispatcher
     if not _SEAM.replaced:

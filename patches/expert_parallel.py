@@ -21,7 +21,7 @@ def apply(module: Any) -> Undo:
     original = module.expert_parallelize_modules
     if tuple(inspect.signature(original).parameters) != ("modules", "ep_mesh", "plan"):
         raise Drifted(f"expert_parallelize_modules{signature_of(original)}")
-    undo = _SEAM.found(module)
+    undo = _SEAM.bind(module)
     _SEAM.replace(_bound)
     return undo
 
@@ -39,24 +39,24 @@ def _bound(original: Callable) -> Callable:
     return expert_parallelize_modules
 
 
-def _bind(model: Any, group: Any, plan: Any) -> Any:
+def _bind(model: Any, group: Any, ep_plan: Any) -> Any:
     """Send the group's calls to our dispatcher; return the plan that the models get."""
     from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 
-    config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan))
+    config = ChunkMoEConfig.from_mapping(settings.section_mapping(ep_plan))
     if config.chunk_moe_overlap_shared_expert:
         from mindspeed_chunk.moe.shared_expert import overlap_shared_expert
 
         overlap_shared_expert(model)
     # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
-    ep_dispatcher.use(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
-    recompute.use()
+    ep_dispatcher.activate(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
+    recompute.activate()
     log_once(logging.INFO, f"mindspeed_chunk: Chunk MoE is on: {config}")
     if config_name.PATCH.state == NOT_NEEDED:
         choice = f"{settings.DISPATCHER}=host chooses it"
         log_once(logging.INFO, f"mindspeed_chunk: the host's own {NAME} is not used ({choice})")
-    seen = copy.copy(plan)
-    seen.dispatcher = settings.plain_name(type(plan))
+    seen = copy.copy(ep_plan)
+    seen.dispatcher = settings.plain_name(type(ep_plan))
     return seen
 
 

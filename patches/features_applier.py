@@ -23,25 +23,25 @@ def check(module: ModuleType) -> Undo:
     call = applier.__call__
     if tuple(inspect.signature(call).parameters) != ("self", "model") or not hasattr(applier, "get_needed_modules"):
         raise Drifted(f"FeaturesApplier.__call__{signature_of(call)}")
-    return _SEAM.found(applier)
+    return _SEAM.bind(applier)
 
 
-def use(config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
+def activate(config: ChunkMBSConfig, batch_sizes: Sequence[int], inner: Sequence[str]) -> None:
     """From now on the host's features end with ChunkMBS; for the arguments see `chunk_mbs.wrap`."""
 
     def ending_with_ours(original: Callable) -> Callable:
         @functools.wraps(original)
         def __call__(self: Any, model: Any) -> None:
             original(self, model)
-            found = self.get_needed_modules(model, config.apply_modules)
-            if not found:
+            modules = self.get_needed_modules(model, config.apply_modules)
+            if not modules:
                 raise ConfigError.about(
                     "features.chunkmbs_plan.apply_modules",
                     list(config.apply_modules),
                     "no module of the model has such a name",
                     "correct it",
                 )
-            chunk_mbs.wrap(found, config, batch_sizes, inner)
+            chunk_mbs.wrap(modules, config, batch_sizes, inner)
 
         return __call__
 

@@ -34,7 +34,7 @@ def check(arguments: Any) -> None:
     if seam.PATCH.state != APPLIED:
         way_out = f"{settings.CHUNK_MBS}=host runs the host's own" if own else "set it to false"
         raise ConfigError(f"{ENABLE}: True: {seam.PATCH}; {way_out}")
-    config = checks.read_config(get(checks.PLAN, {}))
+    config = checks.read_config(get(checks.MBS_PLAN, {}))
     checks.check_chunk_layer(get)
     checks.check_loss(get)
     _count_rows(arguments.parallel)
@@ -46,9 +46,9 @@ def check(arguments: Any) -> None:
     given = map(get, ("training.micro_batch_size", "training.val_micro_batch_size"))
     sizes = tuple(size for size in given if size)
     if own:
-        chunk_mbs.use(sizes, inner)
+        chunk_mbs.activate(sizes, inner)
     else:
-        features_applier.use(config, sizes, inner)
+        features_applier.activate(config, sizes, inner)
 
 
 def _imported(module: str) -> bool:
@@ -68,7 +68,7 @@ def _count_rows(parallel: Any) -> None:
         return
     if row_counts.PATCH.state != APPLIED:
         raise ConfigError(f"parallel.ep_plan.dispatcher: allgather: {row_counts.PATCH}; use alltoall with ChunkMBS")
-    row_counts.use()
+    row_counts.activate()
 
 
 def _check_memory(inner: checks.Inner) -> list[str]:

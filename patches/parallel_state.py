@@ -28,7 +28,7 @@ _arguments: Any = None
 _group: weakref.ref | None = None  # the default process group whose ranks were compared
 
 
-def note(arguments: Any) -> None:
+def remember_arguments(arguments: Any) -> None:
     """Keep the host's arguments until the process group is made."""
     global _arguments
     _arguments = arguments
@@ -37,7 +37,7 @@ def note(arguments: Any) -> None:
 def apply(module: Any) -> Undo:
     if not callable(getattr(module, _NAME, None)):
         raise Drifted(f"no {_NAME}")
-    _SEAM.found(module)
+    _SEAM.bind(module)
     _SEAM.replace(_after_comparison)
     return _undo
 
@@ -64,21 +64,21 @@ def _compare() -> None:
 
     if _arguments is None or not dist.is_initialized() or _group and _group() is dist.group.WORLD:
         return
-    asked = False
+    enabled = False
     try:
         from mindspeed_chunk import consistency
 
         _group = weakref.ref(dist.group.WORLD)
-        asked = _asked(_arguments)
-        consistency.check(_resolved(_arguments), wait=asked)
+        enabled = _enabled(_arguments)
+        consistency.check(_resolved(_arguments), wait=enabled)
     except ConfigError as error:
         raise SystemExit(f"mindspeed_chunk: {error}") from None
     except Exception as error:  # a store may raise anything; if it is broken, the host's first group fails
-        level = logging.WARNING if asked else logging.DEBUG
+        level = logging.WARNING if enabled else logging.DEBUG
         logger.log(level, f"mindspeed_chunk: configurations were not compared: {type(error).__name__}: {error}")
 
 
-def _asked(arguments: Any) -> bool:
+def _enabled(arguments: Any) -> bool:
     """Whether a feature of ours will run, and not the host's own of the same name."""
     chunk_mbs = settings.value_at(arguments, mbs_checks.ENABLE) is True
     return (
@@ -96,7 +96,7 @@ def _resolved(arguments: Any) -> dict[str, Any]:
     """
     from mindspeed_chunk.consistency import flatten
 
-    features = settings.plan_mapping(settings.value_at(arguments, "features"))
+    features = settings.section_mapping(settings.value_at(arguments, "features"))
     features = {key: value for key, value in features.items() if any(part in key for part in _FEATURES)}
     offload = getattr(arguments.model, "_extra_fields", {}).get("activation_offload_plan")  # where 26.0 has it
     values = {
@@ -109,9 +109,9 @@ def _resolved(arguments: Any) -> dict[str, Any]:
     for key, names in parts.items():
         if names[-1].endswith("_rank") or any(name.startswith("_") for name in names):
             del values[key]
-    for plan, config in ((moe_checks.PLAN, ChunkMoEConfig), (mbs_checks.PLAN, ChunkMBSConfig)):
+    for section, config in ((moe_checks.EP_PLAN, ChunkMoEConfig), (mbs_checks.MBS_PLAN, ChunkMBSConfig)):
         for field in dataclasses.fields(config):  # no version of the host has all of our keys
-            if values.get(key := f"{plan}.{field.name}") is None:
+            if values.get(key := f"{section}.{field.name}") is None:
                 values[key] = list(field.default) if isinstance(field.default, tuple) else field.default
     if arguments.parallel.ep_plan.dispatcher == moe_checks.NAME:
         values[settings.DISPATCHER] = settings.host_dispatcher_chosen()

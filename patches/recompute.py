@@ -23,10 +23,10 @@ def check(module: ModuleType) -> Undo:
 
     if getattr(module, "checkpoint", None) is not checkpoint:
         raise Drifted("another checkpoint")
-    return _SEAM.found(module)
+    return _SEAM.bind(module)
 
 
-def use() -> None:
+def activate() -> None:
     """From now on the host's checkpoints replay plans."""
     with contextlib.suppress(ImportError):  # a host without this module has nothing to replace
         importlib.import_module(PATCH.module)

@@ -74,8 +74,8 @@ class Patch:
         except NotNeeded as reason:
             self.state, self.detail = NOT_NEEDED, str(reason)
         except Exception as reason:  # a changed host may raise anything
-            found = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
-            self.state, self.detail = DRIFTED, found
+            detail = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
+            self.state, self.detail = DRIFTED, detail
             log_once(logging.WARNING, f"mindspeed_chunk: {self}; features that need it are not available")
 
     def remove(self) -> None:
@@ -121,7 +121,7 @@ class Seam:
     def replaced(self) -> bool:
         return self._ours is not None
 
-    def found(self, owner: object) -> Undo:
+    def bind(self, owner: object) -> Undo:
         """Remember where it is; change nothing yet."""
         self.forget()
         self.owner = owner

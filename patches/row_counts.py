@@ -28,11 +28,11 @@ def check(module: ModuleType) -> Undo:
         if others[:1] != ["ep_group"] or not hasattr(module, _COUNTS):
             raise Drifted(f"{name}{signature_of(function)}")
     for seam in _SEAMS.values():
-        seam.found(module)
+        seam.bind(module)
     return _undo
 
 
-def use() -> None:
+def activate() -> None:
     """From now on the recorded numbers are scaled by the number of rows in the call."""
     for name, of_this_rank in _FUNCTIONS.items():
         seam = _SEAMS[name]
@@ -45,16 +45,16 @@ def _scaled(module: ModuleType, of_this_rank: bool, original: Callable) -> Calla
 
     @functools.wraps(original)
     def move(tokens: Any, ep_group: Any, *args: Any, **kwargs: Any) -> Any:
-        noted = getattr(module, _COUNTS)
-        whole = (noted[dist.get_rank(ep_group)] if of_this_rank else sum(noted)) if noted else 0
+        counts = getattr(module, _COUNTS)
+        whole = (counts[dist.get_rank(ep_group)] if of_this_rank else sum(counts)) if counts else 0
         if not whole:
             return original(tokens, ep_group, *args, **kwargs)
         # every rank has the same number of samples, so all numbers of rows scale by the same factor
-        setattr(module, _COUNTS, [count * len(tokens) // whole for count in noted])
+        setattr(module, _COUNTS, [count * len(tokens) // whole for count in counts])
         try:
             return original(tokens, ep_group, *args, **kwargs)
         finally:
-            setattr(module, _COUNTS, noted)
+            setattr(module, _COUNTS, counts)
 
     return move
 

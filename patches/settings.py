@@ -60,20 +60,20 @@ def host_chunk_mbs_chosen() -> bool:
     return os.environ.get(CHUNK_MBS) == "host"
 
 
-def plan_mapping(plan: Any) -> Mapping[str, Any]:
+def section_mapping(section: Any) -> Mapping[str, Any]:
     """A section as a mapping, extra keys included: pydantic on 26.1 and later, a dataclass before."""
-    if isinstance(plan, Mapping):
-        return plan
-    return plan.model_dump() if hasattr(plan, "model_dump") else _fields(plan)
+    if isinstance(section, Mapping):
+        return section
+    return section.model_dump() if hasattr(section, "model_dump") else _fields(section)
 
 
 def value_at(arguments: object, path: str, default: Any = None) -> Any:
     """The value at a path of the yaml; `default` if there is none, or null."""
     section, *keys = path.split(".")
-    found = _fields(arguments).get(section)
+    value = _fields(arguments).get(section)
     for key in keys:
-        found = plan_mapping(found).get(key)
-    return default if found is None else found
+        value = section_mapping(value).get(key)
+    return default if value is None else value
 
 
 def _fields(section: object) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _wrap(owner: object, name: str, after: Callable[[Any, Any], None]) -> Undo:
 
 def _look(arguments: Any) -> None:
     check(arguments)
-    parallel_state.note(arguments)
+    parallel_state.remember_arguments(arguments)
 
 
 def check(arguments: Any) -> None:
@@ -56,19 +56,19 @@ def check(arguments: Any) -> None:
 
 def _check_chunk_moe(arguments: Any) -> None:
     parallel = arguments.parallel
-    plan = parallel.ep_plan
-    if plan.dispatcher != NAME:
+    ep_plan = parallel.ep_plan
+    if ep_plan.dispatcher != NAME:
         return
     if settings.host_dispatcher_chosen():
         if config_name.PATCH.state == APPLIED:  # the name is ours, so the host has no such dispatcher
             raise ConfigError.about(settings.DISPATCHER, "host", "this host does not have its own chunkmoe", "unset it")
         return
-    config = ChunkMoEConfig.from_mapping(settings.plan_mapping(plan), checks.PLAN)
+    config = ChunkMoEConfig.from_mapping(settings.section_mapping(ep_plan), checks.EP_PLAN)
     _check_seams()
     _check_back_end(config.chunk_moe_backend)
     for check_neighbour in checks.NEIGHBOURS:
         check_neighbour(functools.partial(settings.value_at, arguments))
-    checks.check_names(plan.apply_modules)
+    checks.check_names(ep_plan.apply_modules)
     size = parallel.expert_parallel_size
     try:
         checks.check_exchange(size)
@@ -98,7 +98,7 @@ def _check_back_end(name: str) -> None:
     try:
         ops.resolve(name, torch.device(device_type))
     except ValueError as error:
-        raise ConfigError(f"{checks.PLAN}.{error}") from None
+        raise ConfigError(f"{checks.EP_PLAN}.{error}") from None
 
 
 PATCH = Patch(

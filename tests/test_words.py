@@ -48,25 +48,9 @@ RELEASED = "## [0.1.0]"  # entries of the changelog from here on stay as they ar
 FOLDERS = ("mindspeed_chunk", "patches", "ci", "benchmarks", "examples", "docs")
 # Files that are not in plain words yet, with the number of words to replace: a file without any is taken out.
 NOT_YET: dict[str, int] = {
-    "mindspeed_chunk/moe/costs/memory.py": 5,
-    "mindspeed_chunk/moe/costs/timing.py": 1,
-    "mindspeed_chunk/planner/__init__.py": 1,
-    "mindspeed_chunk/planner/charts.py": 2,
-    "mindspeed_chunk/planner/compare/recipes.py": 1,
-    "mindspeed_chunk/planner/estimate.py": 1,
-    "mindspeed_chunk/planner/recommend.py": 3,
-    "mindspeed_chunk/planner/report.py": 1,
-    "mindspeed_chunk/planner/sequence.py": 1,
-    "mindspeed_chunk/planner/setting.py": 3,
-    "mindspeed_chunk/planner/tables.py": 1,
-    "mindspeed_chunk/planner/traffic.py": 4,
     "mindspeed_chunk/tools/bench_cases.py": 1,
     "mindspeed_chunk/tools/bench_layer.py": 6,
     "mindspeed_chunk/tools/bench_report.py": 5,
-    "mindspeed_chunk/tools/doctor.py": 5,
-    "mindspeed_chunk/tools/layer_command.py": 1,
-    "mindspeed_chunk/tools/link.py": 3,
-    "mindspeed_chunk/tools/plan.py": 2,
     "mindspeed_chunk/tools/trace_files.py": 3,
     "mindspeed_chunk/tools/trace_record.py": 7,
 }

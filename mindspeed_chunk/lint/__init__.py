@@ -25,10 +25,10 @@ def check(document: Document, world: int | None = None, devices_per_node: int = 
         raise
     except ConfigError as error:
         raise Unreadable(f"{document.name}:{document.line(error.path)}: {error}") from None
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for rule in RULES:
         for problem, edits, item in rule.find(subject):
             line = document.line(problem.path, item)
             # if several rules find the same, the first one reports it
-            found.setdefault(str(problem), Finding(rule.id, rule.severity, problem.path, line, str(problem), edits))
-    return sorted(found.values(), key=lambda finding: finding.line)
+            findings.setdefault(str(problem), Finding(rule.id, rule.severity, problem.path, line, str(problem), edits))
+    return sorted(findings.values(), key=lambda finding: finding.line)

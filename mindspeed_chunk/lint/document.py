@@ -26,9 +26,9 @@ class Document:
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
-        found = yaml_text.sections(text, name)
-        self._root: Any = found.root
-        self.data: dict[Any, Any] = found.data
+        parsed = yaml_text.sections(text, name)
+        self._root: Any = parsed.root
+        self.data: dict[Any, Any] = parsed.data
 
     @classmethod
     def read(cls, path: Path) -> Document:
@@ -39,10 +39,10 @@ class Document:
         key = node = self._root
         for segment in filter(None, path.split(".")):
             entries = node.value if isinstance(node, yaml.MappingNode) else ()
-            found = [entry for entry in entries if entry[0].value == segment]
-            if not found:
+            matching = [entry for entry in entries if entry[0].value == segment]
+            if not matching:
                 return None
-            key, node = found[-1]
+            key, node = matching[-1]
         return key, node
 
     def line(self, path: str, item: str = "") -> int:
@@ -51,5 +51,5 @@ class Document:
             path = path.rpartition(".")[0]
         key, value = place
         items = value.value if item and isinstance(value, yaml.SequenceNode) else ()
-        found = next((node for node in items if node.value == item), key)
-        return found.start_mark.line + 1
+        node = next((each for each in items if each.value == item), key)
+        return node.start_mark.line + 1

@@ -32,7 +32,7 @@ class Rename:
         parent[self.to] = parent.pop(key)
 
     def on_text(self, document: Document) -> str:
-        key, _ = _found(document, self.path)
+        key, _ = _nodes_at(document, self.path)
         return _replaced(document.text, key, self.to)
 
 
@@ -47,7 +47,7 @@ class Set:
         parent[key] = self.value
 
     def on_text(self, document: Document) -> str:
-        _, value = _found(document, self.path)
+        _, value = _nodes_at(document, self.path)
         return _replaced(document.text, value, _written(self.value))
 
 
@@ -61,7 +61,7 @@ class Remove:
         del parent[key]
 
     def on_text(self, document: Document) -> str:
-        key, value = _found(document, self.path)
+        key, value = _nodes_at(document, self.path)
         lines = document.text.splitlines(keepends=True)
         del lines[key.start_mark.line : value.end_mark.line + 1]
         return "".join(lines)
@@ -78,7 +78,7 @@ class Append:
         parent[key] = [*parent[key], self.item]
 
     def on_text(self, document: Document) -> str:
-        _, value = _found(document, self.path)
+        _, value = _nodes_at(document, self.path)
         text, last = document.text, value.value[-1]
         end = last.end_mark.index
         if isinstance(value, yaml.CollectionNode) and value.flow_style:
@@ -118,11 +118,11 @@ def _unshared(data: Any) -> Any:
     return copy.copy(data)
 
 
-def _found(document: Document, path: str) -> tuple[yaml.Node, yaml.Node]:
-    found = document.find(path)
-    if found is None:
+def _nodes_at(document: Document, path: str) -> tuple[yaml.Node, yaml.Node]:
+    nodes = document.find(path)
+    if nodes is None:
         raise KeyError(path)
-    return found
+    return nodes
 
 
 def _replaced(text: str, node: yaml.Node, new: str) -> str:

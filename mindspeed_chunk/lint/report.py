@@ -21,16 +21,16 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, int]:
-    found = collections.Counter(finding.severity for finding in findings)
-    return {severity: found[severity] for severity in SEVERITIES}
+    by_severity = collections.Counter(finding.severity for finding in findings)
+    return {severity: by_severity[severity] for severity in SEVERITIES}
 
 
 def lines(name: str, findings: Sequence[Finding]) -> list[str]:
     """One line per finding, and one with the counts."""
     name = one_line(name)
-    told = [f"{name}:{f.line}: {f.severity}: {f.message} [{f.rule}]" for f in findings]
+    texts = [f"{name}:{f.line}: {f.severity}: {f.message} [{f.rule}]" for f in findings]
     number = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts(findings).items())
-    return [*told, f"{name}: {number}"]
+    return [*texts, f"{name}: {number}"]
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict]:

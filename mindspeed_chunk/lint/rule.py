@@ -66,10 +66,10 @@ class Subject:
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at the path; `default` if there is none, or null."""
-        found: Any = self.settings
+        value: Any = self.settings
         for segment in path.split("."):
-            found = found.get(segment) if isinstance(found, Mapping) else None
-        return default if found is None else found
+            value = value.get(segment) if isinstance(value, Mapping) else None
+        return default if value is None else value
 
     @functools.cached_property
     def model_folder(self) -> Path | None:
@@ -94,18 +94,18 @@ def problems(check: Callable, *arguments: object, edits: Iterable[Edit] = ()) ->
 
 
 def read_leniently(
-    read: Callable[[Mapping], _Settings], plan: Mapping, path: str
+    read: Callable[[Mapping], _Settings], section: Mapping, path: str
 ) -> tuple[_Settings | None, list[ConfigError]]:
     """The result of `read(plan)` without the wrong keys, or None; and the error of each wrong key."""
     wrong: list[ConfigError] = []
-    plan = dict(plan)
+    section = dict(section)
     while True:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a rule of lint reports it
-                return read(plan), wrong
+                return read(section), wrong
         except ConfigError as error:
             if any(error.path == other.path for other in wrong):
                 return None, wrong
             wrong.append(error)
-            plan.pop(error.path.removeprefix(f"{path}."), None)
+            section.pop(error.path.removeprefix(f"{path}."), None)

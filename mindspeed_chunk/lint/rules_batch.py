@@ -68,29 +68,29 @@ def world(subject: Subject) -> Iterator[Problem]:
             rule = f"must be at least the context-parallel size, {context}"
             yield Problem(ConfigError.about(SHARDS, shards, rule, "write auto"))
     path = "parallel.data_parallel_size"
-    told = subject.get(path)
-    if told is not None and told != ranks // split:
+    given = subject.get(path)
+    if given is not None and given != ranks // split:
         rule = f"with {ranks} ranks it is {ranks // split}"
-        yield Problem(ConfigError.about(path, told, rule, "remove it: MindSpeed-MM computes it"))
+        yield Problem(ConfigError.about(path, given, rule, "remove it: MindSpeed-MM computes it"))
 
 
 def global_size(subject: Subject) -> Iterator[Problem]:
     """MindSpeed-MM sets it to the product, whatever the yaml says; without accumulation the factor is 1."""
-    told, samples = subject.get(GLOBAL), _samples(subject)
-    if told is None or not samples or not _product(subject):
+    given, samples = subject.get(GLOBAL), _samples(subject)
+    if given is None or not samples or not _product(subject):
         return
     reckoned = global_batch(subject)
     way_out = f"set {STEPS}, which decides"
-    if reckoned is not None and reckoned[0] != told:
+    if reckoned is not None and reckoned[0] != given:
         rule = f"MindSpeed-MM ignores it and uses {reckoned[0]}, {reckoned[1]}"
-        yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+        yield Problem(ConfigError.about(GLOBAL, given, rule, way_out))
     elif reckoned is None:
-        if told % samples:
+        if given % samples:
             rule = f"MindSpeed-MM ignores it, and it is not a multiple of the {samples} samples per rank"
-            yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+            yield Problem(ConfigError.about(GLOBAL, given, rule, way_out))
         elif subject.get(STEPS) is None:
             rule = f"MindSpeed-MM ignores it, and without {STEPS} does not accumulate"
-            yield Problem(ConfigError.about(GLOBAL, told, rule, way_out))
+            yield Problem(ConfigError.about(GLOBAL, given, rule, way_out))
 
 
 def accumulation(subject: Subject) -> Iterator[Problem]:

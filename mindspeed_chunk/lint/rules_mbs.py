@@ -9,27 +9,27 @@ from mindspeed_chunk.lint.edits import Append, Set
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.mbs import checks
-from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, PLAN
+from mindspeed_chunk.mbs.checks import ENABLE, HOOKS, MBS_PLAN
 
-_SIZE = f"{PLAN}.chunk_mbs"
+_SIZE = f"{MBS_PLAN}.chunk_mbs"
 _MICRO, _VALIDATION = "training.micro_batch_size", "training.val_micro_batch_size"
 
 
-def asked(subject: Subject) -> bool:
+def enabled(subject: Subject) -> bool:
     return subject.get(ENABLE, False)
 
 
 def _read(subject: Subject) -> tuple[ChunkMBSConfig, list[ConfigError]]:
     """The settings without their wrong keys; and the errors."""
-    config, wrong = read_leniently(checks.read_config, subject.get(PLAN, {}), PLAN)
+    config, wrong = read_leniently(checks.read_config, subject.get(MBS_PLAN, {}), MBS_PLAN)
     return config or ChunkMBSConfig(), wrong  # without blocks there is nothing more to check
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
-        plan = subject.get(PLAN, {})
+    if enabled(subject):
+        mbs_plan = subject.get(MBS_PLAN, {})
         for error in _read(subject)[1]:
-            yield Problem(error, respelt(error.path, PLAN, plan))
+            yield Problem(error, respelt(error.path, MBS_PLAN, mbs_plan))
 
 
 def inner(subject: Subject) -> checks.Inner:
@@ -39,7 +39,7 @@ def inner(subject: Subject) -> checks.Inner:
 
 
 def covered(subject: Subject) -> Iterator[Problem]:
-    if not asked(subject):
+    if not enabled(subject):
         return
     blocks = _read(subject)[0].apply_modules
     for switch, patterns in inner(subject).items():
@@ -52,7 +52,7 @@ def covered(subject: Subject) -> Iterator[Problem]:
 
 
 def memory(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
+    if enabled(subject):
         switches = [switch for switch, patterns in inner(subject).items() if patterns is None]
         # only if the list of modules is given
         ready = [
@@ -63,7 +63,7 @@ def memory(subject: Subject) -> Iterator[Problem]:
 
 
 def hooks(subject: Subject) -> Iterator[Problem]:
-    if not asked(subject):
+    if not enabled(subject):
         return
     blocks, present = _read(subject)[0].apply_modules, subject.get(HOOKS, [])
     missing = [block for block in blocks if block not in present]
@@ -72,28 +72,28 @@ def hooks(subject: Subject) -> Iterator[Problem]:
 
 
 def loss(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
+    if enabled(subject):
         yield from problems(checks.check_loss, subject.get, edits=[Set(checks.LOSS, False)])
 
 
 def packed(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
+    if enabled(subject):
         yield from problems(checks.check_named, _read(subject)[0].chunk_kwarg_names)
 
 
 def neighbours(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
+    if enabled(subject):
         yield from problems(checks.check_chunk_layer, subject.get)
 
 
 def size(subject: Subject) -> Iterator[Problem]:
     samples = subject.get(_MICRO, 1)
-    if asked(subject) and samples > 0 and not _read(subject)[1]:
+    if enabled(subject) and samples > 0 and not _read(subject)[1]:
         yield from problems(checks.check_size, _read(subject)[0].chunk_mbs, samples)
 
 
 def uneven(subject: Subject) -> Iterator[Problem]:
-    chunk = _read(subject)[0].chunk_mbs if asked(subject) else 1
+    chunk = _read(subject)[0].chunk_mbs if enabled(subject) else 1
     for path in (_MICRO, _VALIDATION):
         samples = subject.get(path, 0)
         if samples > chunk and samples % chunk:
@@ -103,7 +103,7 @@ def uneven(subject: Subject) -> Iterator[Problem]:
 
 def last_batch(subject: Subject) -> Iterator[Problem]:
     path = "data.dataloader_param.drop_last"
-    if asked(subject) and subject.get(path) is False:
+    if enabled(subject) and subject.get(path) is False:
         rule = "a short last batch makes fewer micro-chunks on one rank, and all ranks must run the same number"
         yield Problem(ConfigError.about(path, False, rule, "set it to true"), (Set(path, True),))
 

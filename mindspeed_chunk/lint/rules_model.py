@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint.model import CannotBuild, module_names
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems
-from mindspeed_chunk.lint.rules_mbs import asked as chunk_mbs_asked
+from mindspeed_chunk.lint.rules_mbs import enabled as chunk_mbs_enabled
 from mindspeed_chunk.lint.rules_mbs import inner
 from mindspeed_chunk.mbs.checks import BLOCKS, names_key
 from mindspeed_chunk.names import MAX_NAMES, Pattern, read_patterns
@@ -28,7 +28,7 @@ def lists(subject: Subject) -> Iterator[tuple[str, list[str]]]:
     if subject.get("parallel.expert_parallel_size", 1) > 1:
         paths += [f"parallel.ep_plan.{key}" for key in ("apply_modules", "apply_efsdp_modules")]
     paths += [names_key(switch) for switch, patterns in inner(subject).items() if patterns is not None]
-    paths += [BLOCKS] if chunk_mbs_asked(subject) else []
+    paths += [BLOCKS] if chunk_mbs_enabled(subject) else []
     yield from ((path, subject.get(path, [])) for path in paths)
 
 
@@ -62,10 +62,10 @@ def _patterns(subject: Subject) -> Iterator[tuple[str, Pattern]]:
 def unmatched(subject: Subject) -> Iterator[Problem]:
     names = _names(subject)
     shapes = {re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", name) for name in names if name}
-    told = itertools.count(1)
+    counter = itertools.count(1)
     for path, pattern in _patterns(subject) if names else ():
         if pattern.text.split(".")[0] not in _HOST_ONLY and not any(map(pattern.matches, names)):
-            known = sorted(shapes) if next(told) <= _COMPARED else []
+            known = sorted(shapes) if next(counter) <= _COMPARED else []
             near = difflib.get_close_matches(pattern.text, known, n=1, cutoff=0.0)
             way_out = f"the nearest one is {near[0]}" if near else "correct or remove it"
             rule = f"matches no module of {subject.get(_FOLDER)} as transformers builds it"
@@ -74,7 +74,7 @@ def unmatched(subject: Subject) -> Iterator[Problem]:
 
 def order(subject: Subject) -> Iterator[Problem]:
     names = _names(subject)
-    if not names or not chunk_mbs_asked(subject):
+    if not names or not chunk_mbs_enabled(subject):
         return
     from mindspeed_chunk.mbs.block import check_order
 
@@ -83,7 +83,7 @@ def order(subject: Subject) -> Iterator[Problem]:
     for path, pattern in _patterns(subject):
         if path in kinds:
             matched[kinds[path]] += [name for name in names if pattern.matches(name)]
-    yield from problems(check_order, *(list(dict.fromkeys(found)) for found in matched.values()))
+    yield from problems(check_order, *(list(dict.fromkeys(modules)) for modules in matched.values()))
 
 
 def not_checked(subject: Subject) -> Iterator[Problem]:

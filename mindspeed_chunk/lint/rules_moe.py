@@ -13,49 +13,49 @@ from mindspeed_chunk.lint.edits import Remove
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.moe import checks
-from mindspeed_chunk.moe.checks import DISPATCHER, NAME, PLAN, SIZE
+from mindspeed_chunk.moe.checks import DISPATCHER, EP_PLAN, NAME, SIZE
 
 # docs/performance.md, "When not to chunk": below some hundred rows per expert and chunk, matmuls lose efficiency.
 MIN_ROWS = 128
-CHUNKS, CHUNK_SIZE = f"{PLAN}.moe_num_chunks", f"{PLAN}.moe_chunk_size"
+CHUNKS, CHUNK_SIZE = f"{EP_PLAN}.moe_num_chunks", f"{EP_PLAN}.moe_chunk_size"
 
 
-def asked(subject: Subject) -> bool:
+def enabled(subject: Subject) -> bool:
     return subject.get(DISPATCHER) == NAME
 
 
 def _read(subject: Subject) -> tuple[ChunkMoEConfig, list[ConfigError]]:
     """The settings without their wrong keys; and the errors."""
-    config, wrong = read_leniently(ChunkMoEConfig.from_mapping, subject.get(PLAN, {}), PLAN)
+    config, wrong = read_leniently(ChunkMoEConfig.from_mapping, subject.get(EP_PLAN, {}), EP_PLAN)
     return config or ChunkMoEConfig(), wrong
 
 
 def settings(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
-        plan = subject.get(PLAN)
+    if enabled(subject):
+        ep_plan = subject.get(EP_PLAN)
         for error in _read(subject)[1]:
-            yield Problem(error, respelt(error.path, PLAN, plan))
+            yield Problem(error, respelt(error.path, EP_PLAN, ep_plan))
 
 
 def both_sizes(subject: Subject) -> Iterator[Problem]:
-    told = _read(subject)[0].both_sizes
-    if told:
-        yield Problem(ConfigError(f"{CHUNK_SIZE}: {told}", CHUNK_SIZE), (Remove(CHUNK_SIZE),))
+    message = _read(subject)[0].both_sizes
+    if message:
+        yield Problem(ConfigError(f"{CHUNK_SIZE}: {message}", CHUNK_SIZE), (Remove(CHUNK_SIZE),))
 
 
 def experts_named(subject: Subject) -> Iterator[Problem]:
-    if asked(subject) or subject.get(SIZE, 1) > 1:
-        yield from problems(checks.check_names, subject.get(f"{PLAN}.apply_modules", []))
+    if enabled(subject) or subject.get(SIZE, 1) > 1:
+        yield from problems(checks.check_names, subject.get(f"{EP_PLAN}.apply_modules", []))
 
 
 def exchange(subject: Subject) -> Iterator[Problem]:
-    if asked(subject):
+    if enabled(subject):
         yield from problems(checks.check_exchange, subject.get(SIZE, 1))
 
 
 def effect(subject: Subject) -> Iterator[Problem]:
     if _read(subject)[0] != ChunkMoEConfig():
-        ours = [key for key in subject.get(PLAN) if str(key).startswith(KEY_PREFIXES)]
+        ours = [key for key in subject.get(EP_PLAN) if str(key).startswith(KEY_PREFIXES)]
         yield from problems(checks.check_effect, ours, subject.get(DISPATCHER, "alltoall"))
 
 
@@ -81,14 +81,14 @@ def node(subject: Subject) -> Iterator[Problem]:
 
 
 def neighbours(subject: Subject) -> Iterator[Problem]:
-    for check in checks.NEIGHBOURS if asked(subject) else ():
+    for check in checks.NEIGHBOURS if enabled(subject) else ():
         yield from problems(check, subject.get)
 
 
 def two_chunks(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
     number, resident = config.moe_num_chunks, 1 + max(1, config.chunk_moe_lookahead)
-    if asked(subject) and 2 <= number <= resident and config.keep != "activations":
+    if enabled(subject) and 2 <= number <= resident and config.keep != "activations":
         rule = (
             f"keeping only the {config.keep} is for memory, but {resident} chunks are resident at once, so the peak "
             "falls only a little"
@@ -98,7 +98,7 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
 
 def collective(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
-    if asked(subject) and config.moe_chunk_size and not config.moe_num_chunks:
+    if enabled(subject) and config.moe_chunk_size and not config.moe_num_chunks:
         rule = "costs one more collective and host copy per call, in which ranks agree on the number of chunks"
         yield Problem(ConfigError.about(CHUNK_SIZE, config.moe_chunk_size, rule, "moe_num_chunks costs none"))
 
@@ -115,40 +115,40 @@ def tokens(subject: Subject) -> int | None:
     return samples * length // (ulysses * ring) if min(samples, length, ulysses, ring) > 0 else None
 
 
-def _chunks(config: ChunkMoEConfig, most: int) -> int:
-    return config.moe_num_chunks or (-(-most // config.moe_chunk_size) if config.moe_chunk_size else 1)
+def _chunks(config: ChunkMoEConfig, num_tokens: int) -> int:
+    return config.moe_num_chunks or (-(-num_tokens // config.moe_chunk_size) if config.moe_chunk_size else 1)
 
 
 def chunk_bytes(subject: Subject) -> int:
     """At most, of the rows in bf16 that a rank sends for a chunk; 0 if the yaml lacks a size."""
-    config, most, k = _read(subject)[0], tokens(subject), model_config.top_k(subject.text_config)
+    config, num_tokens, k = _read(subject)[0], tokens(subject), model_config.top_k(subject.text_config)
     hidden = subject.text_config.get("hidden_size")
-    if not most or not k or not isinstance(hidden, int):
+    if not num_tokens or not k or not isinstance(hidden, int):
         return 0
-    return 2 * hidden * k * -(-most // _chunks(config, most))
+    return 2 * hidden * k * -(-num_tokens // _chunks(config, num_tokens))
 
 
 def few_rows(subject: Subject) -> Iterator[Problem]:
     config, ep = _read(subject)[0], subject.get(SIZE, 1)
     k, experts = model_config.top_k(subject.text_config), model_config.num_experts(subject.text_config)
-    most = tokens(subject)
-    if not asked(subject) or not most or not k or not experts or ep < 2:
+    num_tokens = tokens(subject)
+    if not enabled(subject) or not num_tokens or not k or not experts or ep < 2:
         return
-    count = _chunks(config, most)
-    rows = most * k * ep // (count * experts)
-    if 1 < count <= most and rows < MIN_ROWS:
+    count = _chunks(config, num_tokens)
+    rows = num_tokens * k * ep // (count * experts)
+    if 1 < count <= num_tokens and rows < MIN_ROWS:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
         rule = (
-            f"at most {rows} rows per expert and chunk, T K / (N L) = {most} x {k} / ({count} x {experts // ep}); "
-            f"below {MIN_ROWS} matmuls lose efficiency"
+            f"at most {rows} rows per expert and chunk, T K / (N L) = {num_tokens} x {k} / ({count} x "
+            f"{experts // ep}); below {MIN_ROWS} matmuls lose efficiency"
         )
         yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer, larger chunks"))
 
 
 def empty_chunks(subject: Subject) -> Iterator[Problem]:
-    count, most = _read(subject)[0].moe_num_chunks, tokens(subject)
-    if asked(subject) and most and count > most:
-        rule = f"more chunks than the {most} tokens of a call; each chunk costs its collectives"
+    count, num_tokens = _read(subject)[0].moe_num_chunks, tokens(subject)
+    if enabled(subject) and num_tokens and count > num_tokens:
+        rule = f"more chunks than the {num_tokens} tokens of a call; each chunk costs its collectives"
         yield Problem(ConfigError.about(CHUNKS, count, rule, "use 2 to 8, or moe_chunk_size for a number of tokens"))
 
 
@@ -160,9 +160,9 @@ def allgather(subject: Subject) -> Iterator[Problem]:
 
 
 def unread(subject: Subject) -> Iterator[Problem]:
-    path = f"{PLAN}.chunk_moe_skip_unread"
+    path = f"{EP_PLAN}.chunk_moe_skip_unread"
     recompute = subject.get("features.recompute", False) or subject.get("parallel.recompute", False)
-    if asked(subject) and subject.get(path) is True and not recompute:
+    if enabled(subject) and subject.get(path) is True and not recompute:
         rule = "no effect, because it acts in the recompute of a block, and features.recompute is off"
         yield Problem(ConfigError.about(path, True, rule, "turn recompute on, or remove it"))
 

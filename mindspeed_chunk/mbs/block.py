@@ -72,17 +72,17 @@ class ChunkMBS:
 
     def _cut(self, name: str, cutter: Cutter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CutArguments:
         """Cut. At the first block of a pass, ranks compare their numbers of micro-chunks before any of them runs."""
-        found: CutArguments | CannotCut
+        outcome: CutArguments | CannotCut
         try:
-            found = cutter.cut(args, kwargs)
+            outcome = cutter.cut(args, kwargs)
         except CannotCut as problem:
-            found = CannotCut(f"ChunkMBS, {name}: {problem}")
+            outcome = CannotCut(f"ChunkMBS, {name}: {problem}")
         if name == self._first and self._group is not None:
             device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-            self._agree(name, len(found.lengths) if isinstance(found, CutArguments) else -1, device, self._group)
-        if isinstance(found, CannotCut):
-            raise found
-        return found
+            self._agree(name, len(outcome.lengths) if isinstance(outcome, CutArguments) else -1, device, self._group)
+        if isinstance(outcome, CannotCut):
+            raise outcome
+        return outcome
 
     def _agree(self, name: str, number: int, device: torch.device | None, group: dist.ProcessGroup) -> None:
         local = torch.full((1,), number, dtype=torch.int64, device=device)
@@ -91,9 +91,9 @@ class ChunkMBS:
         numbers = HostCopy(gathered, "micro-chunks").wait().flatten().tolist()
         if number >= 0 and len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(group)
-            told = ", ".join(f"{n if n >= 0 else 'an error'} on rank {rank}" for rank, n in zip(ranks, numbers))
+            by_rank = ", ".join(f"{n if n >= 0 else 'an error'} on rank {rank}" for rank, n in zip(ranks, numbers))
             raise CannotCut(
-                f"ChunkMBS, {name}: every rank must run the same number of micro-chunks, but there are {told}; give "
+                f"ChunkMBS, {name}: every rank must run the same number of micro-chunks, but there are {by_rank}; give "
                 "every rank the same batch size (data.dataloader_param.drop_last: true)"
             )
 

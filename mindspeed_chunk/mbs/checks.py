@@ -15,8 +15,8 @@ from mindspeed_chunk.names import covered, prefixes, read_patterns
 from mindspeed_chunk.values import Get
 
 ENABLE = "features.enable_chunk_mbs"
-PLAN = "features.chunkmbs_plan"
-BLOCKS = f"{PLAN}.apply_modules"
+MBS_PLAN = "features.chunkmbs_plan"
+BLOCKS = f"{MBS_PLAN}.apply_modules"
 LOSS = "features.loss_cfg.router_aux_loss_offload"
 HOOKS = "parallel.fsdp_plan.hook_modules"
 
@@ -62,12 +62,12 @@ def units(get: Get) -> dict[str, Sequence[str]]:
     return {path: get(path) or [] for path in paths}
 
 
-def read_config(plan: object) -> ChunkMBSConfig:
+def read_config(mbs_plan: object) -> ChunkMBSConfig:
     """The settings of a run with ChunkMBS."""
-    if isinstance(plan, Mapping) and not plan.get("apply_modules"):
+    if isinstance(mbs_plan, Mapping) and not mbs_plan.get("apply_modules"):
         rule, way_out = "ChunkMBS needs the names of the blocks", "for Qwen3.5-MoE: model.language_model.layers.{*}"
-        raise ConfigError.about(BLOCKS, plan.get("apply_modules"), rule, way_out)
-    return ChunkMBSConfig.from_mapping(plan, PLAN)
+        raise ConfigError.about(BLOCKS, mbs_plan.get("apply_modules"), rule, way_out)
+    return ChunkMBSConfig.from_mapping(mbs_plan, MBS_PLAN)
 
 
 def check_chunk_layer(get: Get) -> None:
@@ -82,7 +82,7 @@ def check_named(names: Sequence[str]) -> None:
     if wrong:
         rule = "its rows are packed and are not samples, so the first call with it fails"
         way_out = "remove it; if the model passes it, turn ChunkMBS off (features.enable_chunk_mbs: false)"
-        raise ConfigError.about(f"{PLAN}.chunk_kwarg_names", wrong, rule, way_out)
+        raise ConfigError.about(f"{MBS_PLAN}.chunk_kwarg_names", wrong, rule, way_out)
 
 
 def check_loss(get: Get) -> None:
@@ -117,7 +117,7 @@ def check_memory(inner: Inner) -> None:
     off = [switch for switch, patterns in inner.items() if patterns is None]
     if off:
         rule = "without it every micro-chunk's activations stay on the device, and ChunkMBS saves little memory"
-        error = ConfigError.about(" and ".join(off), "off", rule, f"turn it on for the modules of {PLAN}")
+        error = ConfigError.about(" and ".join(off), "off", rule, f"turn it on for the modules of {MBS_PLAN}")
         error.path = off[0]
         raise error
 
@@ -141,13 +141,14 @@ def check_hooks(units: Mapping[str, Sequence[str]], hooks: Sequence[str], blocks
         raise ConfigError.about(
             HOOKS,
             list(hooks),
-            f"{', '.join(inside)} are FSDP units inside blocks of {PLAN}, and would be gathered once per micro-chunk",
+            f"{', '.join(inside)} are FSDP units inside blocks of {MBS_PLAN}, and would be gathered once per "
+            "micro-chunk",
             f"list {', '.join(blocks)}, and no modules inside them",
         )
 
 
 def check_size(chunk_mbs: int, micro_batch_size: int) -> None:
     if chunk_mbs >= micro_batch_size:
-        path = f"{PLAN}.chunk_mbs"
+        path = f"{MBS_PLAN}.chunk_mbs"
         rule = f"no effect, because training.micro_batch_size is {micro_batch_size}"
         raise ConfigError(f"{path}: {chunk_mbs}: {rule}", path)

@@ -69,20 +69,20 @@ class NumChunks:
             # already equal, unless the ranks' configurations differ
             agreed = all_reduce_max(torch.tensor([choice.num_chunks]).to(arguments.x_TH.device), arguments.group, "N")
             self.settled = int(HostCopy(agreed, "N").wait().item())
-            _tell(choice)
-        num_chunks, most = self.settled, self._config.chunk_moe_max_rows
-        if most:
-            while num_chunks < counts_RSE.shape[1] and received(counts_RSE, num_chunks).max() > most:
+            _log_choice(choice)
+        num_chunks, max_rows = self.settled, self._config.chunk_moe_max_rows
+        if max_rows:
+            while num_chunks < counts_RSE.shape[1] and received(counts_RSE, num_chunks).max() > max_rows:
                 num_chunks *= 2
             self._warn_over(int(received(counts_RSE, num_chunks).max()), num_chunks)
         return num_chunks
 
     def _warn_over(self, rows: int, num_chunks: int) -> None:
-        most = self._config.chunk_moe_max_rows
-        if rows > most and self._over.again():
+        max_rows = self._config.chunk_moe_max_rows
+        if rows > max_rows and self._over.again():
             say(
                 logging.WARNING,
-                f"chunk_moe_max_rows: {most}: one of {num_chunks} chunks has {rows} rows on one rank, and this is "
+                f"chunk_moe_max_rows: {max_rows}: one of {num_chunks} chunks has {rows} rows on one rank, and this is "
                 f"the largest number of chunks (time {self._over.times})",
             )
 
@@ -99,7 +99,8 @@ def busiest_rows(counts_RSE: torch.Tensor, num_chunks: int, top_k: int) -> list[
     sent_N = counts_RSE.unflatten(1, (num_chunks, -1)).sum(dim=(2, 3)).amax(0).tolist()
     received_N = received(counts_RSE, num_chunks).amax(1).tolist()
     largest_N = per_expert_NE.amax(1).tolist()
-    return [ChunkRows(-(-n // top_k), n, got, most) for n, got, most in zip(sent_N, received_N, largest_N, strict=True)]
+    figures_N = zip(sent_N, received_N, largest_N, strict=True)
+    return [ChunkRows(-(-sent // top_k), sent, got, largest) for sent, got, largest in figures_N]
 
 
 def _choose(counts_RSE: torch.Tensor, arguments: Arguments, ops: BackEnd, config: ChunkMoEConfig) -> ChunkChoice:
@@ -170,7 +171,7 @@ def _exchange(rows: int, hidden: int, arguments: Arguments) -> None:
     group = arguments.group
     splits = [rows] * group_size(group)
     sent = torch.zeros((sum(splits), hidden), dtype=arguments.compute_dtype, device=arguments.x_TH.device)
-    _, work = all_to_all(sent, splits, splits, group, "rates", most=rows)
+    _, work = all_to_all(sent, splits, splits, group, "rates", max_split=rows)
     work.wait()
 
 
@@ -186,8 +187,8 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
     return min(took[1:])
 
 
-def _tell(choice: ChunkChoice) -> None:
-    times = ", ".join(f"N={n} {1e3 * found.total:.2f} ms" for n, found in choice.times.items())
+def _log_choice(choice: ChunkChoice) -> None:
+    times = ", ".join(f"N={n} {1e3 * each.total:.2f} ms" for n, each in choice.times.items())
     chosen = f"chunk_moe_auto: {choice.num_chunks} chunks"
     say_once(
         logging.INFO,

@@ -14,8 +14,8 @@ from mindspeed_chunk.names import read_patterns, shares
 from mindspeed_chunk.values import Get
 
 NAME = "chunkmoe"
-PLAN = "parallel.ep_plan"
-DISPATCHER = f"{PLAN}.dispatcher"
+EP_PLAN = "parallel.ep_plan"
+DISPATCHER = f"{EP_PLAN}.dispatcher"
 SIZE = "parallel.expert_parallel_size"
 OP_REPLAY = "features.recompute_plan.op_replay_scopes"
 
@@ -26,7 +26,7 @@ _ROUTED_EXPERTS = re.compile(r"(^|\.)experts(\.|$)|gate_up_proj")
 def check_names(apply_modules: Sequence[str] | None) -> None:
     if not apply_modules:
         raise ConfigError.about(
-            f"{PLAN}.apply_modules", apply_modules,
+            f"{EP_PLAN}.apply_modules", apply_modules,
             "expert parallelism and chunkmoe need the modules that contain the experts",
             "for Qwen3.5-MoE: model.language_model.layers.{*}.mlp.experts",
         )  # fmt: skip
@@ -53,7 +53,7 @@ def check_experts(size: int, experts: int | None) -> None:
 
 def check_effect(keys: Iterable[str], dispatcher: str) -> None:
     """`keys`: those of Chunk MoE that the plan has."""
-    keys = [f"{PLAN}.{key}" for key in keys]
+    keys = [f"{EP_PLAN}.{key}" for key in keys]
     if keys and dispatcher != NAME:
         message = f"{', '.join(keys)}: no effect while {DISPATCHER} is {dispatcher}; set it to {NAME}"
         raise ConfigError(message, keys[0])
@@ -67,10 +67,10 @@ def check_ep_balance(get: Get) -> None:
 
 def check_op_replay(get: Get) -> None:
     """A recompute repeats a chunked layer with the plan of its forward, so it does not repeat all operations."""
-    scopes, experts = get(OP_REPLAY), get(f"{PLAN}.apply_modules") or []
+    scopes, experts = get(OP_REPLAY), get(f"{EP_PLAN}.apply_modules") or []
     if not scopes or not get("features.recompute"):
         return
-    layers = read_patterns(experts, f"{PLAN}.apply_modules")
+    layers = read_patterns(experts, f"{EP_PLAN}.apply_modules")
     for scope in scopes if isinstance(scopes, list) else [scopes]:
         names = scope.get("apply_modules", []) if isinstance(scope, Mapping) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -41,7 +41,7 @@ from mindspeed_chunk.moe.plan import (
     num_counts,
     route,
 )
-from mindspeed_chunk.moe.replay import backward_follows, recall, record, refuse_unreplayed, reroute
+from mindspeed_chunk.moe.replay import backward_follows, read_tape, record, refuse_unreplayed, reroute
 from mindspeed_chunk.observe import emit
 
 __all__ = ["ChunkMoEDispatcher"]
@@ -171,20 +171,20 @@ class ChunkMoEDispatcher(Dispatcher):
         self.__init__(**state)  # type: ignore[misc]  # a copy is made like a new one
 
     def _call(self, arguments: Arguments) -> torch.Tensor:
-        recalled = recall()
-        if recalled is None:
+        recorded = read_tape()
+        if recorded is None:
             refuse_unreplayed()
-            decided = self._plan(arguments)
-            out_TH = self._run(arguments, decided, output=True)
-            record(decided, out_TH, follow=self.config.chunk_moe_skip_unread)
+            planned = self._plan(arguments)
+            out_TH = self._run(arguments, planned, output=True)
+            record(planned, out_TH, follow=self.config.chunk_moe_skip_unread)
             return out_TH
-        kept: PlannedCall = recalled.entry
+        kept: PlannedCall = recorded.entry
         if torch.is_grad_enabled() and not kept.grad:
             # after the forward of a reentrant checkpoint: only now it is known which gradients are needed
             settings = self._settings(arguments)
             self._agree_once("recompute", arguments.num_experts, settings, None, arguments.group, arguments.x_TH.device)
-        decided = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
-        return self._run(arguments, decided, output=recalled.output_needed)
+        planned = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
+        return self._run(arguments, planned, output=recorded.output_needed)
 
     def _reroute(self, arguments: Arguments, kept_TK: torch.Tensor) -> torch.Tensor:
         """The routes of a recompute. Changed choices are counted on the device; the next plan returns the count.
@@ -278,29 +278,29 @@ class ChunkMoEDispatcher(Dispatcher):
             self._warn_of_empty_chunks(num_tokens)
         return ChunkSlices(num_tokens, self._num_chunks.slices), self._num_chunks.may_change
 
-    def _run(self, arguments: Arguments, decided: PlannedCall, *, output: bool) -> torch.Tensor:
+    def _run(self, arguments: Arguments, planned: PlannedCall, *, output: bool) -> torch.Tensor:
         call = Call(
             schedule=self.config.chunk_moe_schedule,
             lookahead=self.config.chunk_moe_lookahead,
-            tokens=decided.tokens,
+            tokens=planned.tokens,
             group=arguments.group,
             ops=ops.resolve(self.config.chunk_moe_backend, arguments.x_TH.device),
-            activation=self._activation(arguments, decided.draws),
+            activation=self._activation(arguments, planned.draws),
             needs=arguments.needs(),
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
             keep=self.config.keep,
             output=output,
         )
-        opened = Opened(call, decided.plan)
-        token = Open.apply(opened, arguments.x_TH, decided.route_TK, arguments.weight_TK(decided.route_TK))
+        opened = Opened(call, planned.plan)
+        token = Open.apply(opened, arguments.x_TH, planned.route_TK, arguments.weight_TK(planned.route_TK))
         try:
             opened.filled = run_filler()
         except BaseException:  # a checkpoint's early stop is an exception, too
             opened.take_over().abandon()
             raise
         if not output:
-            decided.draws.skip()
+            planned.draws.skip()
         out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *call.activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:
@@ -330,14 +330,14 @@ class ChunkMoEDispatcher(Dispatcher):
         """A module is tested once for each kind of use. Any other callable may change, and is tested in each call."""
         module = arguments.activation if isinstance(arguments.activation, nn.Module) else None
         dtype, grad, device = arguments.compute_dtype, backward_follows(), arguments.x_TH.device
-        use = (arguments.fc1_width, arguments.fc2_width, dtype, grad)
-        if module is not None and use in self._probed.setdefault(module, set()):
+        usage = (arguments.fc1_width, arguments.fc2_width, dtype, grad)
+        if module is not None and usage in self._probed.setdefault(module, set()):
             return None
         probe_1F = torch.zeros((1, arguments.fc1_width), dtype=dtype, device=device)
         activation = cast(CustomActivation, self._activation(arguments, Draws(device)))
         error = activation.problem(probe_1F, backward_follows=grad)
         if error is None and module is not None:
-            self._probed[module].add(use)
+            self._probed[module].add(usage)
         return error
 
     def _settings(self, arguments: Arguments) -> dict[str, object]:

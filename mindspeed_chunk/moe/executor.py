@@ -276,7 +276,7 @@ class _Chunk:
         # rows of padded tokens are last and are not sent
         self.send = self.send[: plan.num_sent]
         self.received, self.work = all_to_all(
-            self.send, plan.send_splits, plan.recv_splits, group, name, most=plan.most
+            self.send, plan.send_splits, plan.recv_splits, group, name, max_split=plan.max_split
         )
         self.in_flight = True
 
@@ -285,7 +285,7 @@ class _Chunk:
         assert self.send is not None  # E before C
         not_sent = plan.num_tokens * top_k - plan.num_sent  # zeros there
         self.received, self.work = all_to_all(
-            self.send, plan.recv_splits, plan.send_splits, group, name, not_sent, plan.most
+            self.send, plan.recv_splits, plan.send_splits, group, name, not_sent, plan.max_split
         )
         self.in_flight = False
 

@@ -28,14 +28,14 @@ class ChunkPlan:
         tokens: the chunk's slice of this rank's tokens.
         send_splits: rows to each rank, `[ep]`; the dispatch sends these, the combine returns them.
         recv_splits: rows from each rank, `[ep]`.
-        most: the largest number of rows that any rank of the group sends to another one.
+        max_split: the largest number of rows that any rank of the group sends to another one.
         groups: rows by source rank and local expert, `[ep][L]`.
     """
 
     tokens: slice
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
-    most: int
+    max_split: int
     groups: Groups
 
     @property
@@ -159,8 +159,8 @@ class Gather:
         all_RNC, on_device_RNC = (counts[:, :-2].unflatten(1, (-1, columns)) for counts in (gathered, self._gathered))
         invalid = all_RNC[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
-            told = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
-            raise ValueError(f"selected_experts: {told} of the ids are outside [0, {num_experts})")
+            by_rank = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
+            raise ValueError(f"selected_experts: {by_rank} of the ids are outside [0, {num_experts})")
         local = num_experts // len(words)
         first = 1 + group_rank(self._group) * local
         return Counts(all_RNC[:, :, 1 : num_experts + 1], on_device_RNC[:, :, first : first + local])
@@ -191,8 +191,8 @@ def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[C
     sent_NRR = counts.all_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
     to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
     return tuple(
-        ChunkPlan(chunk, tuple(sent), tuple(received), most, Groups(tuple(map(tuple, here)), on_device_RL))
-        for chunk, sent, received, most, here, on_device_RL in zip(
+        ChunkPlan(chunk, tuple(sent), tuple(received), max_split, Groups(tuple(map(tuple, here)), on_device_RL))
+        for chunk, sent, received, max_split, here, on_device_RL in zip(
             tokens,
             sent_NRR[:, rank].tolist(),
             here_NRL.sum(2).tolist(),

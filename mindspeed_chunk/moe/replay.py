@@ -42,7 +42,7 @@ class _Tape:
 
 
 @dataclass
-class Recalled:
+class Recorded:
     """The decision of a layer call in the forward, and whether its recompute must give an output."""
 
     entry: Any
@@ -180,7 +180,7 @@ def refuse_unreplayed() -> None:
         )
 
 
-def recall() -> Recalled | None:
+def read_tape() -> Recorded | None:
     """The decision of this layer call in the forward, if this is a recompute of it.
 
     A checkpoint inside the recomputed block gets it for its own recompute.
@@ -196,7 +196,7 @@ def recall() -> Recalled | None:
         context.position += 1
         for checkpoint in inside:
             checkpoint.tape.entries.append(tape.entries[number])
-        return Recalled(tape.entries[number], tape.read is None or number in tape.read)
+        return Recorded(tape.entries[number], tape.read is None or number in tape.read)
     return None
 
 

@@ -3,8 +3,8 @@
 Called by `mindspeed-chunk plan`. In code, the parts that answer one question each:
 
     expert_memory(LayerShape(...), num_chunks=4, keep="rows")    bytes that an MoE layer call keeps and holds at most
-    chunk_times(LayerShape(...), device, span, num_chunks=4)     its simulated time, with what of it is exposed
-    exchanges(LayerShape(...), num_chunks=4)                     its all-to-alls, and the bytes a rank sends in them
+    chunk_times(LayerShape(...), device, span, num_chunks=4)     its simulated time, and how much of it is exposed
+    exchanges(LayerShape(...), num_chunks=4)                     its all-to-alls, and the bytes that a rank sends
     best_num_chunks(LayerShape(...), device, span)               N, from memory and time
     state_bytes(load_model("35b"), Sharding(...), recipe)        parameters, gradients, optimizer state of one rank
 

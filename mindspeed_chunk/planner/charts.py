@@ -17,42 +17,42 @@ def legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def stacked_bar(parts: Mapping[str, float], most: float, unit: str, told: str, mark: float | None = None) -> str:
-    """One bar of `parts`, drawn against `most`; `mark` is a line across, such as a limit.
+def stacked_bar(parts: Mapping[str, float], longest: float, unit: str, label: str, mark: float | None = None) -> str:
+    """One bar of `parts`, drawn against `longest`; `mark` is a line across, such as a limit.
 
     Args:
-        told: what the bar says, for readers who do not see it.
+        label: what the bar says, for readers who do not see it.
     """
     rects, left = [], 0.0
     for n, (name, value) in enumerate(parts.items()):
-        width = 100 * value / most
+        width = 100 * value / longest
         rects.append(
             f'<rect class="c{n % COLOURS}" x="{left:.3f}" y="0" width="{width:.3f}" height="10">'
             f"<title>{escape(name)}: {_short(value)} {escape(unit)}</title></rect>"
         )
         left += width
     if mark is not None:
-        rects.append(f'<rect class="mark" x="{min(100 * mark / most, 99.6):.3f}" y="0" width="0.4" height="10"/>')
+        rects.append(f'<rect class="mark" x="{min(100 * mark / longest, 99.6):.3f}" y="0" width="0.4" height="10"/>')
     return (
-        f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(told)}">'
+        f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
         f"{''.join(rects)}</svg>"
     )
 
 
 def line_chart(lines: Mapping[str, Mapping[int, float]], x_label: str, y_label: str) -> str:
-    """Values against a few integers, which stand at equal distances."""
+    """Values against a few integers, drawn at equal distances."""
     xs = sorted({x for points in lines.values() for x in points})
-    most = max((value for points in lines.values() for value in points.values()), default=0.0) or 1.0
+    largest = max((value for points in lines.values() for value in points.values()), default=0.0) or 1.0
     across, up = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def at(x: int, value: float) -> tuple[float, float]:
-        return _LEFT + across * xs.index(x) / max(1, len(xs) - 1), _TOP + up * (1 - value / most)
+        return _LEFT + across * xs.index(x) / max(1, len(xs) - 1), _TOP + up * (1 - value / largest)
 
     drawn = []
     for part in (0, 0.25, 0.5, 0.75, 1):
         y = _TOP + up * (1 - part)
         drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{_short(most * part)}</text>')
+        drawn.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{_short(largest * part)}</text>')
     for x in xs:
         drawn.append(f'<text x="{at(x, 0)[0]:.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{x}</text>')
     for n, (name, points) in enumerate(lines.items()):
@@ -66,8 +66,8 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], x_label: str, y_label: 
             )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     drawn.append(f'<text x="{middle}" y="{_HEIGHT - 3}" text-anchor="middle">{escape(x_label)}</text>')
-    told = escape(f"{y_label} against {x_label}")
-    return f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{told}">{"".join(drawn)}</svg>'
+    label = escape(f"{y_label} against {x_label}")
+    return f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
 def _short(value: float) -> str:

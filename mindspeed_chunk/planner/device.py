@@ -63,13 +63,13 @@ class _Number(NamedTuple):
     """A number of a device file: the factor to the unit of a Device, and its smallest and largest value."""
 
     unit: float
-    least: float
-    most: float
+    smallest: float
+    largest: float
 
     def read(self, value: Any, path: str) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not self.least <= value <= self.most:  # nan is not
-            rule = f"must be a number of at least {self.least} and at most {self.most}"
+        if not good or not self.smallest <= value <= self.largest:  # nan is not
+            rule = f"must be a number of at least {self.smallest} and at most {self.largest}"
             raise ConfigError.about(path, value, rule, "correct it")
         return float(value) * self.unit
 
@@ -144,9 +144,9 @@ def _from_file(content: Any, path: Path) -> Device:
 def _text(content: Mapping, key: str, path: Path, default: str) -> str:
     if key not in content:
         return one_line(default)
-    value, most = content[key], _TEXTS[key]
-    if not isinstance(value, str | int | float) or not str(value).isprintable() or not 0 < len(str(value)) <= most:
-        rule = f"must be one line of text, at most {most} characters"
+    value, max_chars = content[key], _TEXTS[key]
+    if not isinstance(value, str | int | float) or not str(value).isprintable() or not 0 < len(str(value)) <= max_chars:
+        rule = f"must be one line of text, at most {max_chars} characters"
         raise ConfigError.about(f"--device {path}: {key}", value, rule, "correct it")
     return str(value)
 

@@ -1,21 +1,21 @@
 """Memory and time of one setting, put together from the other modules' parts.
 
-Memory of a rank, in bytes, at the moment of its peak (the backward of one block):
+Memory of a rank at its peak (in the backward of one block), in bytes:
 
     parameters, gradients, optimizer   `state.py`
-    gathered      two blocks (one ahead) in the format they are computed in, one block's gradients in that format and,
-                  on their way into the reduce-scatter, in fp32
-    activations   `activations.py`; with ChunkMBS three hidden states of the whole batch (docs/performance.md: 3.06
-                  measured); a pipeline's first stage holds PP micro batches
-    expert layer  what the MoE layer at work holds above what it keeps, and the totals of its weight gradients
+    gathered      two blocks (one ahead) in the format in which they are computed; one block's gradients in that format
+                  and, for the reduce-scatter, in fp32
+    activations   `activations.py`; with ChunkMBS also three hidden states of the whole batch (docs/performance.md:
+                  3.06 measured); a pipeline's first stage holds PP micro batches
+    expert layer  what a running MoE layer holds in addition to what it keeps, and the totals of its weight gradients
     head          the logits of `chunk_loss` tokens of the micro batch (`Setting.loss_chunk` of each of its samples): in
                   their own format, in fp32, and their gradient
 
-Seconds of a step. A forward of a block costs f, its backward 2f, recomputation f again; a pipeline of PP stages and m
-micro batches stands still for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block
-runs behind the block before it, so it costs what it is longer than that one's work; in every pass's backward its
-reduce-scatter is there besides (`traffic.py`). Transfers of offloaded
-activations are taken to be hidden. Images are not counted.
+Seconds of a step: a forward of a block costs f, its backward 2f, its recompute another f. A pipeline of PP stages and m
+micro batches is idle for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block runs
+during the block before it, so only the time by which it is longer than that block's work counts. In the backward of
+every pass the reduce-scatter is added to the gather (`traffic.py`). Transfers of offloaded activations are assumed to
+be hidden. Images are not counted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
 
 
 class _LayerEstimate(NamedTuple):
-    """A call of an MoE layer, and the block around it; seconds of its directions, and what of them is exposed."""
+    """A call of an MoE layer, and the block around it; seconds of both directions, and how many of them are exposed."""
 
     memory: ExpertMemory
     block: BlockBytes
@@ -179,7 +179,7 @@ class Estimator:
         forward = chunks * (dense + layer.forward)
         backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
         seconds |= self._exposed_gathers(setting, forward, backward)
-        # what nothing hides: TP's and CP's collectives, a pipeline's sends and bubble, a distributed optimizer's
+        # hidden by nothing: collectives of TP, CP and a distributed optimizer, sends and bubble of a pipeline
         sent = self._sent(layout, tokens, chunks * passes)
         work = sum(seconds.values()) + sent
         seconds["model parallel"] = sent + work * (layout.pp - 1) / passes
@@ -202,7 +202,7 @@ class Estimator:
 
     @_once
     def _dense_seconds(self, tokens: int) -> float:
-        """The forward of everything in the mean block but its experts."""
+        """The forward of everything in the mean block except its experts."""
         job = self.job
         weights = self._dense_weights() / job.model.num_hidden_layers
         return tokens * (2 * weights + self._core_operations()) / job.device.rate(job.compute)
@@ -261,7 +261,7 @@ class Estimator:
         return fsdp_traffic(self.job.model, sharding, self.job.recipe, setting.accumulation)
 
     def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
-        """What nothing hides: here what ranks that share a sequence send."""
+        """What nothing hides: here the exchanges of ranks that share a sequence."""
         job = self.job
         if layout.cp == 1:
             return []

@@ -15,7 +15,7 @@ _EXPERTS = f"{_BLOCKS}.mlp.experts"
 
 
 def fragments(job: Job, setting: Setting) -> str:
-    """The sections `parallel`, `features`, `training` and `data`; `model` where something is frozen."""
+    """The sections `parallel`, `features`, `training` and `data`; `model` if something is frozen."""
     content: dict[str, Any] = {} if job.train_vision else {"model": {"freeze": [VISION]}}
     content |= {
         "parallel": _parallel(job, setting),

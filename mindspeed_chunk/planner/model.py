@@ -23,7 +23,7 @@ MODEL_TYPE = "qwen3_5_moe"
 _HUB = "https://huggingface.co/Qwen"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _LAYERS, _MAX_SIZE = ("num_hidden_layers", "depth"), 10**9
-# one layer in this many has full attention, where a config does not list them
+# one layer in this many has full attention, if a config does not list the layers
 _FULL_ATTENTION_INTERVAL = 4
 
 
@@ -59,7 +59,7 @@ class ModelSize:
     """Sizes of a Qwen3.5-MoE: `text_config`, with transformers' names and defaults, and what belongs to it.
 
     Attributes:
-        name: as the user asked for it.
+        name: as the user gave it.
         source: where the sizes were read.
         vision: sizes of the vision tower.
         layer_types: "linear_attention" or "full_attention" for each layer.
@@ -110,7 +110,7 @@ class ModelSize:
         return sum(parameter.numel for parameter in self.parameters())
 
     def num_active(self) -> int:
-        """Parameters that one text token meets: all of the language model but the experts it is not routed to."""
+        """Parameters that one text token uses: all of the language model except experts to which it is not routed."""
         text = [parameter for parameter in self.parameters() if not parameter.name.startswith("model.visual.")]
         experts = sum(parameter.numel for parameter in text if parameter.expert)
         others = sum(parameter.numel for parameter in text if not parameter.expert)
@@ -157,12 +157,12 @@ def load_model(name: str) -> ModelSize:
     if os.path.isdir(folder) or folder.suffix == ".json":  # not Path's, which raises for a name that is too long
         return _from_folder(name, folder)
     wanted = name.lower().removeprefix("qwen/")
-    found = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
-    if len(found) != 1:
+    matches = [full for full in BUILT_IN if wanted == full or (len(wanted) > 1 and wanted in full.split("-"))]
+    if len(matches) != 1:
         rule = f"no folder with a config.json, and no built-in model ({', '.join(BUILT_IN)})"
         raise ConfigError.about("--model", name, rule, "give one of the two")
-    content = {"model_type": MODEL_TYPE, **BUILT_IN[found[0]]}
-    return from_config(content, found[0], f"{_HUB}/{found[0].upper().replace('QWEN', 'Qwen')}")
+    content = {"model_type": MODEL_TYPE, **BUILT_IN[matches[0]]}
+    return from_config(content, matches[0], f"{_HUB}/{matches[0].upper().replace('QWEN', 'Qwen')}")
 
 
 def _from_folder(name: str, path: Path) -> ModelSize:
@@ -199,11 +199,11 @@ def from_config(content: Mapping[str, Any], name: str, source: str) -> ModelSize
 
 
 def _section(content: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
-    """Empty where it is missing or null, as for transformers."""
-    found = content.get(key)
-    if not isinstance(found, Mapping | None):
-        raise _wrong(name, key, found, "must be a mapping")
-    return found or {}
+    """Empty if it is missing or null, as for transformers."""
+    section = content.get(key)
+    if not isinstance(section, Mapping | None):
+        raise _wrong(name, key, section, "must be a mapping")
+    return section or {}
 
 
 def _layer_types(text: Mapping[str, Any], number: int, name: str) -> tuple[str, ...]:
@@ -225,9 +225,9 @@ def _sizes(cls: type, content: Mapping[str, Any], name: str, section: str) -> di
     return {key: content[key] for key in keys}
 
 
-def _check_size(value: Any, most: int, name: str, key: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {most}")
+def _check_size(value: Any, largest: int, name: str, key: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise _wrong(name, key, value, f"must be an integer of at least 1 and at most {largest}")
 
 
 def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:
@@ -236,7 +236,7 @@ def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:
 
 @functools.lru_cache(maxsize=16)
 def num_by_kind(size: ModelSize) -> tuple[int, int]:
-    """Elements of everything but the experts, and of the experts."""
+    """Elements of everything except the experts, and of the experts."""
     experts = sum(parameter.numel for parameter in size.parameters() if parameter.expert)
     return size.num_parameters() - experts, experts
 

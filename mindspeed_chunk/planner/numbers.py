@@ -1,10 +1,10 @@
-"""How a plan shows numbers: what is more than 0 never looks like 0."""
+"""How the planner shows numbers: one above 0 is never shown as 0."""
 
 from __future__ import annotations
 
 
 def fixed(value: float, digits: int) -> str:
-    """With so many digits behind the point; what would be shown as 0 and is more, with one digit that counts."""
+    """With `digits` decimals; a number above 0 that would be shown as 0 gets one significant digit instead."""
     text = f"{value:.{digits}f}"
     return text if float(text) or not value else f"{value:.1g}"
 

@@ -1,4 +1,4 @@
-"""The plan's report as one page: no request to anywhere, light and dark, for a desk and for a phone."""
+"""The planner's report as one page: it loads nothing, is light or dark, and fits large and small screens."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def _colours() -> str:
     )
 
 
-def _recommendation(found: dict[str, Any]) -> str:
-    heading = "Recommended" if found["fits"] else "Nothing fits; the least memory has"
-    why = "".join(f"<li>{escape(sentence)}</li>" for sentence in found["why"])
-    return f"<h2>{heading}: {escape(_chosen(found)['title'])}</h2><ul>{why}</ul>"
+def _recommendation(recommendation: dict[str, Any]) -> str:
+    heading = "Recommended" if recommendation["fits"] else "Nothing fits; the least memory has"
+    why = "".join(f"<li>{escape(sentence)}</li>" for sentence in recommendation["why"])
+    return f"<h2>{heading}: {escape(_chosen(recommendation)['title'])}</h2><ul>{why}</ul>"
 
 
-def _chosen(found: dict[str, Any]) -> dict[str, Any]:
-    return found["best"] or found["least_memory"]
+def _chosen(recommendation: dict[str, Any]) -> dict[str, Any]:
+    return recommendation["best"] or recommendation["least_memory"]
 
 
 def _drawn(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -110,11 +110,11 @@ def _bars(
     """A bar for each layout; all are drawn against the longest one, or `least`."""
     drawn = [(name, {part: value / scale for part, value in each[of].items()}) for name, each in _drawn(report)]
     names = list(dict.fromkeys(part for _, parts in drawn for part in parts))
-    most = max(least, *(sum(parts.values()) for _, parts in drawn))
+    longest = max(least, *(sum(parts.values()) for _, parts in drawn))
     rows = []
     for name, parts in drawn:
         total = f"{fixed(sum(parts.values()), digits)} {unit}"
-        bar = stacked_bar({part: parts.get(part, 0.0) for part in names}, most, unit, f"{name}: {total}", mark)
+        bar = stacked_bar({part: parts.get(part, 0.0) for part in names}, longest, unit, f"{name}: {total}", mark)
         rows.append(f'<div class="row"><span>{escape(total)}</span><b>{escape(name)}</b>{bar}</div>')
     return legend(names) + "".join(rows)
 

@@ -16,7 +16,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         weight: the copy that is kept, sharded.
-        master: a second copy that the optimizer updates; 0 where the kept one is it.
+        master: a second copy that the optimizer updates; 0 if it updates the first one.
         grad: the gradient that the optimizer reads.
         moments: Adam's two moments together.
         gathered: an element of a unit while it is gathered for computing.
@@ -45,7 +45,7 @@ ZERO = "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1"
 _FSDP2 = "torch.distributed.fsdp.MixedPrecisionPolicy: parameters stay fp32 in shards, and are cast for the gather"
 
 DEFAULT_RECIPE = "bf16-fsdp2"
-# those that MindSpeed-MM's FSDP2 yaml can ask for
+# those that MindSpeed-MM's FSDP2 yaml can select
 FSDP2_RECIPES = {
     "fp32": Recipe("fp32", 4, 0, 4, 8, 4, "fp32", False, ZERO),
     DEFAULT_RECIPE: Recipe(DEFAULT_RECIPE, 4, 0, 4, 8, 2, "bf16", False, _FSDP2),

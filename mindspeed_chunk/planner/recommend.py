@@ -1,7 +1,7 @@
-"""Goes through the settings that MindSpeed-MM's FSDP2 back end has, and says which to take, and why.
+"""Goes through the settings that MindSpeed-MM's FSDP2 back end has, and recommends one, with reasons.
 
-A setting must leave `reserve` of the memory free. Of those that do, the fastest wins; of those within 1 % of it, the
-plainest: fewer chunks, more kept, less recomputed, smaller groups.
+A setting must leave `reserve` of the memory free. Among those that do, and are at most 1 % slower than the fastest, the
+plainest is recommended: fewer chunks, more kept, less recomputed, smaller groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 
-_POLICIES = ("none", "full", "offload")  # those that the yaml can ask for
+_POLICIES = ("none", "full", "offload")  # those that the yaml can select
 _SAME = 1.01  # times the fastest
 _RUNNERS_UP = 4
 _LARGEST_MICRO_BATCH = 8
@@ -28,11 +28,11 @@ _LARGEST_MICRO_BATCH = 8
 
 class Recommendation(NamedTuple):
     """Attributes:
-    best: None where nothing fits.
-    smallest: of all settings, the one that takes the least memory.
+    best: None if nothing fits.
+    smallest: of all settings, the one that needs the least memory.
     runners_up: the next ones, each with another layout, policy or way to batch.
     why: sentences.
-    of_layout: each layout's own best setting, or where none fits the one that takes the least memory.
+    of_layout: each layout's own best setting or, if none fits, the one that needs the least memory.
     """
 
     best: Estimate | None
@@ -48,17 +48,17 @@ class Recommendation(NamedTuple):
 
 def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     """Raises:
-    ConfigError: where no layout fits the world, the model and the batch.
+    ConfigError: if no layout fits the world, the model and the batch.
     """
     estimator = estimator or Estimator(job)
-    found = [estimator(setting) for setting in candidates(job)]
-    if not found:
+    tried = [estimator(setting) for setting in candidates(job)]
+    if not tried:
         rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
-    smallest = min(found, key=lambda each: each.peak)
-    fitting = sorted((each for each in found if each.peak <= job.budget), key=lambda each: each.step)
+    smallest = min(tried, key=lambda each: each.peak)
+    fitting = sorted((each for each in tried if each.peak <= job.budget), key=lambda each: each.step)
     by_layout: dict[Layout, list[Estimate]] = {}
-    for each in found:
+    for each in tried:
         by_layout.setdefault(each.setting.layout, []).append(each)
     of_layout = {layout: best_of(job, estimates) for layout, estimates in by_layout.items()}
     if not fitting:
@@ -68,11 +68,11 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
     return Recommendation(best, smallest, _runners_up(best, fitting), why, of_layout)
 
 
-def best_of(job: Job, found: list[Estimate]) -> Estimate:
-    """Of those that fit, the plainest within 1 % of the fastest; where none does, the one with the least memory."""
-    fitting = [each for each in found if each.peak <= job.budget]
+def best_of(job: Job, estimates: list[Estimate]) -> Estimate:
+    """Of those that fit, the plainest within 1 % of the fastest; if none fits, the one with the least memory."""
+    fitting = [each for each in estimates if each.peak <= job.budget]
     if not fitting:
-        return min(found, key=lambda each: each.peak)
+        return min(estimates, key=lambda each: each.peak)
     fastest = min(each.step for each in fitting)
     return min((each for each in fitting if each.step <= _SAME * fastest), key=_complexity)
 
@@ -167,8 +167,8 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
         )
     if setting.policy == "none":
         yield (
-            "Nothing is recomputed: what blocks keep beside their experts is counted, not measured. Look at the memory "
-            "of a first step, or take a runner-up that recomputes."
+            "Nothing is recomputed: what blocks keep outside their experts is counted, not measured. Look at the "
+            "memory of a first step, or take a runner-up that recomputes."
         )
     if job.recipe.name not in FSDP2_RECIPES:
         yield (
@@ -182,8 +182,8 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
             for traffic in map(estimator.traffic, (other.setting, setting))
         ]
         yield (
-            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters a step "
-            f"where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
+            f"ChunkMBS: {calls[1][ALL_GATHER]} parameter gathers and {calls[1][REDUCE_SCATTER]} reduce-scatters per "
+            f"step, where accumulation makes {calls[0][ALL_GATHER]} and {calls[0][REDUCE_SCATTER]}; "
             f"the step takes {fixed(best.step / other.step, 2)} of the time."
         )
     if job.imbalance > 1:
@@ -205,8 +205,8 @@ def _imbalance(job: Job, layout: Layout) -> str:
 def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> Iterator[str]:
     layout = best.setting.layout
     if layout.ep > 1:
-        where = "inside of a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
-        yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts a rank."
+        where = "inside a node" if layout.inside_node("ep", job.devices_per_node) else "across nodes"
+        yield f"EP={layout.ep} {where}: {job.model.num_experts // layout.ep} experts per rank."
     else:
         yield "EP=1: no token leaves its rank; every rank gathers all experts of a layer in turn."
         yield _assumed(job, of_layout)
@@ -215,21 +215,21 @@ def _why_layout(job: Job, best: Estimate, of_layout: dict[Layout, Estimate]) -> 
         ep = each.setting.layout.ep
         if each.peak <= job.budget and ep != layout.ep:
             steps[ep] = min(each.step, steps.get(ep, each.step))
-    told = ", ".join(f"EP={ep} {fixed(step / best.step, 2)}" for ep, step in sorted(steps.items()))
-    if told:
-        yield f"Step time of the best fitting setting with another EP, to this one's: {told}."
+    others = ", ".join(f"EP={ep} {fixed(step / best.step, 2)}" for ep, step in sorted(steps.items()))
+    if others:
+        yield f"Step time of the best fitting setting with another EP, to this one's: {others}."
 
 
 def _assumed(job: Job, of_layout: dict[Layout, Estimate]) -> str:
-    told = (
+    text = (
         "With EP=1 MindSpeed-MM's own experts run, not this package's. They are assumed to take the time and memory of "
         "one chunk here; neither was measured."
     )
     chunked = [each for each in of_layout.values() if each.setting.layout.ep > 1 and each.peak <= job.budget]
     if chunked:
         other = min(chunked, key=lambda each: each.step)
-        told += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s a step."
-    return told
+        text += f" The best without that assumption: {other.setting.title()}, {fixed(other.step, 3)} s per step."
+    return text
 
 
 def _why_chunks(estimator: Estimator, best: Estimate) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Everything that `mindspeed-chunk plan` tells about a job, as one dictionary of plain values.
+"""Everything that `mindspeed-chunk plan` reports about a job, as one dictionary of plain values.
 
-The terminal's tables, the json output and the page are three renderings of it. Bytes are integers, times are seconds.
+The terminal's tables, the json output and the page all show this dictionary. Bytes are integers, times are seconds.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from mindspeed_chunk.planner.state import state_bytes
 from mindspeed_chunk.planner.traffic import exchanges
 
 _SHOWN_LAYOUTS = 6
-# of each way to share a sequence: why it cannot, and what it sends
+# for each way to share a sequence: why it is impossible, and what it sends
 _CONTEXTS = {"ulysses": (ulysses_problem, ulysses_traffic), "ring": (ring_problem, ring_traffic)}
 
 
 def make_report(job: Job) -> dict[str, Any]:
-    """Raises ConfigError where no plan can be made."""
+    """Raises ConfigError if nothing can be recommended."""
     estimator = Estimator(job)
-    found = recommend(job, estimator)
-    chosen = found.chosen
+    recommendation = recommend(job, estimator)
+    chosen = recommendation.chosen
     return {
         "job": _job(job),
-        "recommendation": _recommendation(job, found),
-        "layouts": list(_layouts(job, estimator, found)),
+        "recommendation": _recommendation(job, recommendation),
+        "layouts": list(_layouts(job, estimator, recommendation)),
         "precision": list(_precision(estimator, chosen.setting)),
         "batch": list(_batch(estimator, chosen.setting)),
         "activations": list(_activations(estimator, chosen)),
         "sequence": list(_sequence(job)),
         "chunks": list(_chunks(estimator, chosen.setting)),
-        "yaml": fragments(job, chosen.setting) if found.best else None,
+        "yaml": fragments(job, chosen.setting) if recommendation.best else None,
     }
 
 
@@ -83,46 +83,46 @@ def _as_json(each: Estimate) -> dict[str, Any]:
     }
 
 
-def _recommendation(job: Job, found: Recommendation) -> dict[str, Any]:
+def _recommendation(job: Job, recommendation: Recommendation) -> dict[str, Any]:
     return {
-        "fits": found.best is not None,
-        "best": _as_json(found.best) if found.best else None,
-        "least_memory": _as_json(found.smallest),
-        "runners_up": [_as_json(each) for each in found.runners_up],
-        "why": found.why,
+        "fits": recommendation.best is not None,
+        "best": _as_json(recommendation.best) if recommendation.best else None,
+        "least_memory": _as_json(recommendation.smallest),
+        "runners_up": [_as_json(each) for each in recommendation.runners_up],
+        "why": recommendation.why,
     }
 
 
-def _layouts(job: Job, estimator: Estimator, found: Recommendation) -> Iterator[dict[str, Any]]:
-    """The chosen one, the pair of 3D layouts side by side, and the fastest others, those that fit first.
+def _layouts(job: Job, estimator: Estimator, recommendation: Recommendation) -> Iterator[dict[str, Any]]:
+    """The chosen one, the pair of 3D layouts next to each other, and the fastest others, those that fit first.
 
-    Each with its own best setting, those with TP or PP of what `Megatron` tries.
+    Each has its own best setting; those with TP or PP have the best that `Megatron` tries.
     """
     megatron, pair = Megatron(job), list(megatron_layouts.pair(job))
-    yield _layout(estimator, found.chosen, "recommended" if found.best else "least memory")
+    yield _layout(estimator, recommendation.chosen, "recommended" if recommendation.best else "least memory")
     for layout, problem in pair:
         if problem:
             yield {"title": str(layout), "role": "3D", "problem": problem}
         else:
             yield _layout(megatron, megatron.best(layout), "3D")
-    shown = {found.chosen.setting.layout, *(layout for layout, _ in pair)}
-    others = [each for layout, each in found.of_layout.items() if layout not in shown]
+    shown = {recommendation.chosen.setting.layout, *(layout for layout, _ in pair)}
+    others = [each for layout, each in recommendation.of_layout.items() if layout not in shown]
     others += [megatron.best(layout) for layout in megatron_layouts.possible(job) if layout not in shown]
     others.sort(key=lambda each: (each.peak > job.budget, each.step))
     for each in others[:_SHOWN_LAYOUTS]:
         yield _layout(megatron if each.setting.backend == MEGATRON else estimator, each, "other")
 
 
-def _layout(estimator: Estimator, found: Estimate, role: str) -> dict[str, Any]:
-    job, layout = estimator.job, found.setting.layout
+def _layout(estimator: Estimator, estimate: Estimate, role: str) -> dict[str, Any]:
+    job, layout = estimator.job, estimate.setting.layout
     groups = {kind: layout.groups(kind) for kind in KINDS if layout.size(kind) > 1}
-    return _as_json(found) | {
+    return _as_json(estimate) | {
         "role": role,
         "groups": {kind: [list(group) for group in each] for kind, each in groups.items()},
         "inside_node": {kind: layout.inside_node(kind, job.devices_per_node) for kind in groups},
         "traffic": [
             each._asdict() | {"seconds": each.seconds(layout, job.devices_per_node, job.device)}
-            for each in estimator.traffic(found.setting)
+            for each in estimator.traffic(estimate.setting)
         ],
     }
 
@@ -149,19 +149,19 @@ def _batch(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
             chosen, micro_batch=size * passes, accumulation=1, chunk_mbs=size, policy=policy
         )
     for name, setting in ways.items():
-        traffic, told = estimator.traffic(setting), _as_json(estimator(setting))
+        traffic, row = estimator.traffic(setting), _as_json(estimator(setting))
         for key, kind in (("gathers", ALL_GATHER), ("reduce_scatters", REDUCE_SCATTER)):
-            found = [each for each in traffic if each.kind == kind]
-            told |= {key: sum(each.calls for each in found), f"{key}_bytes": sum(each.nbytes for each in found)}
-        yield told | {"name": name}
+            sent = [each for each in traffic if each.kind == kind]
+            row |= {key: sum(each.calls for each in sent), f"{key}_bytes": sum(each.nbytes for each in sent)}
+        yield row | {"name": name}
 
 
 def _activations(estimator: Estimator, chosen: Estimate) -> Iterator[dict[str, Any]]:
     job, setting = estimator.job, chosen.setting
     block = block_bytes(job.model, setting.tokens(job), job.element_size, chosen.expert, setting.layout.tp)
     for policy in POLICIES:
-        found = activations(policy, block, job.model.num_hidden_layers, estimator.core_share())
-        yield {"policy": policy} | found._asdict()
+        kept = activations(policy, block, job.model.num_hidden_layers, estimator.core_share())
+        yield {"policy": policy} | kept._asdict()
 
 
 def _sequence(job: Job) -> Iterator[dict[str, Any]]:
@@ -178,7 +178,7 @@ def _sequence(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _chunks(estimator: Estimator, chosen: Setting) -> Iterator[dict[str, Any]]:
-    """One MoE layer for every N, schedule and memory mode; of a setting without expert parallelism, with one node's."""
+    """One MoE layer for every N, schedule and memory mode; without expert parallelism in the setting, EP of a node."""
     job = estimator.job
     if chosen.layout.ep == 1:
         chosen = dataclasses.replace(chosen, layout=chosen.layout._replace(ep=_node_ep(job, chosen.layout)))

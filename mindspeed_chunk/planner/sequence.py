@@ -1,12 +1,12 @@
-"""Long sequences: what Ulysses context parallelism splits, what it sends, and where it ends.
+"""Long sequences: what Ulysses context parallelism splits, what it sends, and its limits.
 
-c ranks share a sequence, T tokens on each of them, s bytes an element. Ulysses (Jacobs et al., arXiv:2309.14509)
-gathers the sequence and splits the heads: all-to-alls of queries, keys, values in front of the attention core and one
-of its output behind it, in the backward the same again. c cannot be larger than the number of query heads, and must
-divide it; keys and values with fewer heads than c are repeated until there are c. Gated DeltaNet layers, which are
-recurrences along the sequence, are split by their heads in the same way.
+c ranks share a sequence, with T tokens on each of them and s bytes per element. Ulysses (Jacobs et al.,
+arXiv:2309.14509) gathers the sequence and splits the heads. It makes all-to-alls of queries, keys and values before the
+attention core and one of its output after it, and the same in the backward. c must divide the number of query heads.
+Keys and values with fewer heads than c are repeated until there are c. Gated DeltaNet layers, which are recurrences
+along the sequence, are split by their heads in the same way.
 
-Sequence parallelism in a TP group splits what lies between the attention and the matmuls, not the attention itself.
+Sequence parallelism in a TP group splits the operations between attention and matmuls, not the attention itself.
 """
 
 from __future__ import annotations

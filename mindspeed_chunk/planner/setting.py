@@ -1,4 +1,4 @@
-"""What a plan decides, and what it decides it for."""
+"""What the planner chooses (a setting), and for what (a job)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Job:
     """What is given.
 
     Attributes:
-        sequence: tokens a sample.
-        global_batch: samples an optimizer step, on all ranks together.
-        imbalance: rows that the busiest rank receives over the mean; in a layout, EP at most.
-        chunk_loss: tokens of a micro batch whose logits exist at a time; 0: all.
-        reserve: share of the device's memory that a plan leaves free: for fragments, workspaces, the communication
-            library's buffers, and images.
+        sequence: tokens per sample.
+        global_batch: samples per optimizer step, on all ranks together.
+        imbalance: rows that the busiest rank receives over the mean; in a layout, at most EP.
+        chunk_loss: tokens of a micro batch whose logits exist at the same time; 0: all.
+        reserve: share of the device's memory that a setting must leave free: for fragments, workspaces, the
+            communication library's buffers, and images.
     """
 
     model: ModelSize
@@ -50,12 +50,12 @@ class Job:
 
     @property
     def budget(self) -> float:
-        """Bytes that a plan may take."""
+        """Bytes that a setting may use."""
         return self.device.memory * (1 - self.reserve)
 
     @property
     def compute(self) -> str:
-        """The number format whose rate counts, a key of `device.flops`."""
+        """The number format whose rate is used, a key of `device.flops`."""
         return self.compute_of(self.recipe)
 
     @staticmethod
@@ -70,8 +70,8 @@ class Setting:
     Attributes:
         backend: "fsdp2" (MindSpeed-MM's), or one to compare with, as in `compare/`.
         micro_batch: samples of one pass on one data-parallel rank.
-        accumulation: passes a step.
-        chunk_mbs: samples of a micro-chunk inside of a pass; 0: ChunkMBS is off.
+        accumulation: passes per step.
+        chunk_mbs: samples of a micro-chunk inside a pass; 0: ChunkMBS is off.
         policy: one of `activations.POLICIES`.
         num_chunks, schedule, keep: as in ChunkMoEConfig.
     """
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def samples_at_once(self) -> int:
-        """Samples whose activations a block has at a time."""
+        """Samples whose activations a block has at the same time."""
         return self.chunk_mbs or self.micro_batch
 
     @property
@@ -103,14 +103,14 @@ class Setting:
         return dataclasses.replace(self, micro_batch=self.samples_at_once, accumulation=passes, chunk_mbs=0)
 
     def tokens(self, job: Job) -> int:
-        """T: tokens that a block has at a time on one rank."""
+        """T: tokens that a block has at the same time on one rank."""
         return self.samples_at_once * job.sequence // self.layout.cp
 
     def loss_chunk(self, job: Job) -> int:
-        """Tokens of each sample whose logits exist at a time: `chunkloss_plan.chunk_size`.
+        """Tokens of each sample whose logits exist at the same time: `chunkloss_plan.chunk_size`.
 
-        MindSpeed-MM cuts [B, S, H] along S (`torch.split(..., dim=1)` in fsdp/features/memory/chunkloss/chunkloss.py),
-        so as many of every sample of the micro batch are there at once. ChunkMBS does not reach the head.
+        MindSpeed-MM cuts [B, S, H] along S (`torch.split(..., dim=1)` in fsdp/features/memory/chunkloss/chunkloss.py).
+        So the same number of tokens of every sample of the micro batch exist. ChunkMBS does not include the head.
         """
         sequence = job.sequence // self.layout.cp
         return min(max(1, job.chunk_loss // self.micro_batch), sequence) if job.chunk_loss else sequence
@@ -142,7 +142,7 @@ class Setting:
 
 
 def check_job(job: Job) -> None:
-    """Raise ConfigError for sizes that no plan can be made for."""
+    """Raise ConfigError for sizes with which the planner cannot work."""
     if job.global_batch % job.world and job.world % job.global_batch:
         rule = f"neither a multiple nor a divisor of the {job.world} ranks"
         raise ConfigError.about("--global-batch", job.global_batch, rule, f"take {job.world * 4}, for example")

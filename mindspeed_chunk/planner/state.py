@@ -89,22 +89,22 @@ class StateBytes(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def units(model: ModelSize, sharding: Sharding) -> tuple[Unit, ...]:
     """The units of a model, in the order of their first parameter."""
-    return tuple(_unit(name, found, sharding) for name, found in _by_module(model, sharding.modules).items())
+    return tuple(_unit(name, parameters, sharding) for name, parameters in _by_module(model, sharding.modules).items())
 
 
 @functools.lru_cache(maxsize=16)
 def _by_module(model: ModelSize, modules: tuple[str, ...]) -> dict[str, list[Parameter]]:
     patterns = tuple(re.compile(_regex(pattern)) for pattern in modules)
-    found: dict[str, list[Parameter]] = {}
+    by_module: dict[str, list[Parameter]] = {}
     for parameter in model.parameters():
-        found.setdefault(_owner(parameter.name, patterns), []).append(parameter)
-    return found
+        by_module.setdefault(_owner(parameter.name, patterns), []).append(parameter)
+    return by_module
 
 
-def _unit(name: str, found: Sequence[Parameter], sharding: Sharding) -> Unit:
-    expert = all(parameter.expert for parameter in found)
+def _unit(name: str, parameters: Sequence[Parameter], sharding: Sharding) -> Unit:
+    expert = all(parameter.expert for parameter in parameters)
     pieces = []
-    for parameter in found:
+    for parameter in parameters:
         shape, dim = list(parameter.shape), 0
         if parameter.expert:
             shape[0], dim = shape[0] // sharding.ep, sharding.expert_dim

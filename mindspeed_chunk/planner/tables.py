@@ -14,7 +14,7 @@ _Cell = Callable[[_Report], object]
 
 
 def job_lines(job: _Report) -> tuple[str, str, str]:
-    """What is planned for, with which sizes, and what the times are."""
+    """What the report is for, with which sizes, and what its times are."""
     return (
         f"{job['model']} on {job['nodes']} x {job['devices_per_node']} {job['device']}",
         f"{billions(job['parameters'])} parameters, {billions(job['active_parameters'])} per token; "
@@ -27,10 +27,10 @@ def job_lines(job: _Report) -> tuple[str, str, str]:
 def settings(recommendation: _Report) -> Table:
     fits, others = recommendation["fits"], recommendation["runners_up"]
     roles = ["recommended" if fits else "least memory, does not fit", *["runner-up"] * len(others)]
-    found = [recommendation["best"] or recommendation["least_memory"], *others]
+    estimates = [recommendation["best"] or recommendation["least_memory"], *others]
     return Table.of(
         "the recommended setting and the next ones" if fits else "least memory; it does not fit",
-        [{"role": role, **each} for role, each in zip(roles, found)],
+        [{"role": role, **each} for role, each in zip(roles, estimates)],
         ("", "role"),
         ("setting", "title"),
         ("GB", _gb("peak")),
@@ -40,13 +40,13 @@ def settings(recommendation: _Report) -> Table:
     )
 
 
-def layouts(found: list[_Report], *, wide: bool = False) -> Table:
+def layouts(entries: list[_Report], *, wide: bool = False) -> Table:
     """Args:
-    wide: also the kinds of groups that are inside of a node, for which 80 columns have no place.
+    wide: also the kinds of groups that are inside a node; 80 columns are too narrow for them.
     """
     return Table.of(
         "layouts, each with its own best setting",
-        found,
+        entries,
         ("layout", _layout),
         ("role", "role"),
         ("batch, recompute, N, keep", lambda each: each.get("problem") or each["brief"]),
@@ -58,13 +58,13 @@ def layouts(found: list[_Report], *, wide: bool = False) -> Table:
     )
 
 
-def chunks(found: list[_Report], *, everything: bool) -> Iterator[Table]:
+def chunks(entries: list[_Report], *, everything: bool) -> Iterator[Table]:
     """A table for each schedule and memory mode; without `everything`, for the first of them."""
-    ways = list(dict.fromkeys((each["schedule"], each["keep"]) for each in found))
+    ways = list(dict.fromkeys((each["schedule"], each["keep"]) for each in entries))
     for schedule, keep in ways if everything else ways[:1]:
         yield Table.of(
-            f"one MoE layer, EP={found[0]['ep']}, {schedule}, keep {keep}",
-            [each for each in found if (each["schedule"], each["keep"]) == (schedule, keep)],
+            f"one MoE layer, EP={entries[0]['ep']}, {schedule}, keep {keep}",
+            [each for each in entries if (each["schedule"], each["keep"]) == (schedule, keep)],
             ("N", "num_chunks"),
             ("expert rows", "rows_per_expert"),
             ("resident tokens", "resident_tokens"),

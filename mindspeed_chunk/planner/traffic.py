@@ -1,12 +1,12 @@
-"""Collectives of one optimizer step on one rank: calls, bytes, and seconds on the links they cross.
+"""Collectives of one optimizer step on one rank: calls, bytes, and seconds on their links.
 
-T tokens of one micro batch on this rank, H hidden, s bytes an element, m micro batches a step.
+T tokens of one micro batch on this rank, H hidden, s bytes per element, m micro batches per step.
 
-    FSDP2      per unit and micro batch a gather forward, one backward, and a reduce-scatter: MindSpeed-MM's train_step
-               (fsdp/train/train_engine.py) sets what ends with the last pass by set_is_last_backward and
-               set_requires_all_reduce (fsdp/utils/utils.py), neither of which keeps a pass from reduce-scattering.
-               ChunkMBS runs m micro-chunks inside of one pass, so m passes become 1
-    EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, 2N where the block is recomputed
+    FSDP2      per unit and micro batch one gather in the forward, one in the backward, and a reduce-scatter:
+               MindSpeed-MM's train_step (fsdp/train/train_engine.py) marks the last pass with set_is_last_backward and
+               set_requires_all_reduce (fsdp/utils/utils.py), but neither stops a pass from reduce-scattering.
+               ChunkMBS runs m micro-chunks inside one pass, so m passes become 1
+    EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, and 2N if the block is recomputed
     CP         see `sequence.py`
     TP, PP     see `compare/megatron.py`
 """
@@ -29,8 +29,8 @@ class Collective(NamedTuple):
     """Collectives of one kind in one kind of group, in one step.
 
     Attributes:
-        nbytes: of all calls together: the whole tensor of a gather or a reduction; of an all-to-all the rows that a
-            rank sends, those to itself included.
+        nbytes: of all calls together: the whole tensor of a gather or a reduction; for an all-to-all the rows that a
+            rank sends, including those to itself.
         ranks: of the group.
     """
 
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     nbytes: int
 
     def seconds(self, layout: Layout, devices_per_node: int, device: Device) -> float:
-        """Time on the links, with every call by itself."""
+        """Time on the links, if no two calls run at the same time."""
         if not self.calls or self.ranks == 1:
             return 0.0
         span = layout.span(self.group, devices_per_node)
@@ -69,9 +69,9 @@ def exchanges(
 
     Args:
         recompute: the block around the layer is recomputed; `skip_unread`: with `chunk_moe_skip_unread`, and nothing
-            behind the layer reads its output.
-        to_others, from_others: rows that this rank's tokens have at other ranks' experts, and the other way round, of
-            all chunks; balanced where they are not given.
+            after the layer reads its output.
+        to_others, from_others: rows of all chunks that this rank sends to other ranks' experts, and that its experts
+            get from other ranks; balanced if they are not given.
     """
     balanced = shape.tokens * shape.top_k * (shape.ep - 1) // shape.ep
     to_others = balanced if to_others is None else to_others
@@ -91,24 +91,24 @@ def fsdp_traffic(
 ) -> list[Collective]:
     """FSDP2's gathers and reduce-scatters in one step of `passes` forward and backward passes.
 
-    A unit gathers `recipe.gathered` bytes an element, and reduces in fp32. What is not trained here is not run.
+    A unit gathers `recipe.gathered` bytes per element, and reduces in fp32. Units that are not trained are not run.
 
     Args:
-        sync_every_pass: every pass reduce-scatters, as in MindSpeed-MM; without it the last one alone, as in the
-            embedded trainer (`set_requires_gradient_sync`), which holds whole gradients from pass to pass for that.
+        sync_every_pass: every pass reduce-scatters, as in MindSpeed-MM; without it only the last one does, as in the
+            embedded trainer (`set_requires_gradient_sync`), which therefore holds whole gradients between passes.
     """
     syncs = passes if sync_every_pass else 1
-    found: dict[tuple[str, str, int], list[int]] = {}
+    by_group: dict[tuple[str, str, int], list[int]] = {}
     for unit in units(model, sharding):
         if unit.trained and unit.ranks > 1:
             group, elements = "edp" if unit.expert else "dp_cp", unit.gathered()
-            gathers = found.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
+            gathers = by_group.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
             gathers[0] += 2 * passes
             gathers[1] += 2 * passes * elements * recipe.gathered
-            reductions = found.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
+            reductions = by_group.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
             reductions[0] += syncs
             reductions[1] += syncs * elements * REDUCED
-    return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in found.items()]
+    return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in by_group.items()]
 
 
 def expert_traffic(

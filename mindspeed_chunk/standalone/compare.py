@@ -67,9 +67,9 @@ def largest_difference(losses: list[float], base: list[float]) -> float:
 
     Infinite if a loss of `base` alone is 0; nan if one of the two is, or if that of `base` alone is infinite.
     """
-    found = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
+    differences = [0.0 if loss == other else math.inf if other == 0 else abs(loss - other) / abs(other)
              for loss, other in zip(losses, base)]  # fmt: skip
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def traffic(records: list[Record], kind: str) -> str:

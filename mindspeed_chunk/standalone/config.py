@@ -57,8 +57,8 @@ class Config:
 
         return {
             **{path: value for path, value in self.values.items() if path not in _LOCAL},
-            **flatten(self.chunk_moe, moe_checks.PLAN),
-            **flatten(self.chunk_mbs or ChunkMBSConfig(), mbs_checks.PLAN),
+            **flatten(self.chunk_moe, moe_checks.EP_PLAN),
+            **flatten(self.chunk_mbs or ChunkMBSConfig(), mbs_checks.MBS_PLAN),
         }
 
 
@@ -83,7 +83,7 @@ def load_config(path: str | Path, overrides: Iterable[str], world_size: int) -> 
     config = Config(
         values=values,
         fsdp=_section(values, "parallel.fsdp_plan"),
-        ep=_section(values, moe_checks.PLAN),
+        ep=_section(values, moe_checks.EP_PLAN),
         ep_size=values[moe_checks.SIZE],
         chunk_moe=_read_chunk_moe(_mapping(content, "parallel", "ep_plan"), values, warnings),
         model=_section(values, "model"),
@@ -131,28 +131,28 @@ def _section(values: dict[str, Any], section: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: values[path] for name, path in paths.items() if path in values})
 
 
-def _mapping(content: Mapping, section: str, plan: str) -> Mapping:
-    return (content.get(section) or {}).get(plan) or {}
+def _mapping(content: Mapping, section: str, key: str) -> Mapping:
+    return (content.get(section) or {}).get(key) or {}
 
 
-def _read_chunk_moe(plan: Mapping, values: dict[str, Any], warnings: list[str]) -> ChunkMoEConfig:
+def _read_chunk_moe(ep_plan: Mapping, values: dict[str, Any], warnings: list[str]) -> ChunkMoEConfig:
     with catch_warnings(record=True) as caught:
         simplefilter("always")
-        chunk_moe = ChunkMoEConfig.from_mapping(plan)
+        chunk_moe = ChunkMoEConfig.from_mapping(ep_plan)
     warnings += [str(warning.message) for warning in caught]
     dispatcher = values[moe_checks.DISPATCHER]
     if chunk_moe != ChunkMoEConfig():
-        chunk_keys = [name for name in plan if str(name).startswith(KEY_PREFIXES)]
+        chunk_keys = [name for name in ep_plan if str(name).startswith(KEY_PREFIXES)]
         warnings += _warning_of(moe_checks.check_effect, chunk_keys, dispatcher)
     if values[moe_checks.SIZE] > 1 or dispatcher == moe_checks.NAME:
-        moe_checks.check_names(values[f"{moe_checks.PLAN}.apply_modules"])
+        moe_checks.check_names(values[f"{moe_checks.EP_PLAN}.apply_modules"])
     return chunk_moe
 
 
-def _read_chunk_mbs(plan: Mapping, values: dict[str, Any]) -> ChunkMBSConfig | None:
+def _read_chunk_mbs(mbs_plan: Mapping, values: dict[str, Any]) -> ChunkMBSConfig | None:
     """The ChunkMBSConfig, or None if the feature is off. Its keys are checked in both cases."""
-    ChunkMBSConfig.from_mapping(plan)
-    return mbs_checks.read_config(plan) if values[mbs_checks.ENABLE] else None
+    ChunkMBSConfig.from_mapping(mbs_plan)
+    return mbs_checks.read_config(mbs_plan) if values[mbs_checks.ENABLE] else None
 
 
 def _chunk_mbs_warnings(config: Config) -> Iterator[str]:

@@ -114,13 +114,13 @@ def match_modules(model: torch.nn.Module, patterns: Sequence[str], path: str) ->
 
     Raises ConfigError for a pattern that matches nothing.
     """
-    found = set()
+    names = set()
     for pattern in read_patterns(patterns, path):
         matched = {name for name, _ in model.named_modules() if pattern.matches(name)}
         if not matched:
             raise ConfigError.about(path, pattern.text, "matches no module of the model", "correct it or remove it")
-        found |= matched
-    return {name: module for name, module in model.named_modules() if name in found}
+        names |= matched
+    return {name: module for name, module in model.named_modules() if name in names}
 
 
 @dataclass(frozen=True)

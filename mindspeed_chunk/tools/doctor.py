@@ -48,7 +48,7 @@ def _options() -> argparse.Namespace:
 
 
 def markdown() -> str:
-    """One row a patch, for `patches/README.md`."""
+    """One row per patch, for `patches/README.md`."""
     from mindspeed_chunk.patches import PATCHES
 
     return table_of(
@@ -105,9 +105,9 @@ def _chunk_bytes(config: str) -> int:
 
 
 def _without_patches() -> str:
-    """Why the package at hand has none: it is a part of a checkout, and may come before the installed one."""
+    """Why this package has none: it is a part of a checkout, and may come before the installed one."""
     here = Path(copies.core())
-    for other in copies.found():
+    for other in copies.folders():
         if Path(other, "patches").is_dir() and other != str(here):
             way_out = f"take {here.parent} out of PYTHONPATH (an empty entry is the current folder)"
             return f"{here} has no patches and hides {other}, which has: {way_out}, or start elsewhere"
@@ -115,7 +115,7 @@ def _without_patches() -> str:
 
 
 def _probe() -> dict:
-    """What `host_probe` found, or `error`: why it found nothing."""
+    """The result of `host_probe`, or `error`: why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         # the stock FSDP2 scripts set it; without it the host imports Megatron
@@ -147,7 +147,7 @@ def _chunkmoe(host: dict | None) -> dict:
 
 
 def _notes(report: dict) -> list[str]:
-    """What does not stand in the way, but should be known."""
+    """What prevents nothing, but should be known."""
     notes = []
     places, variables, autoload = report["places"], report["environment"], report["autoload"]
     if autoload["torch_calls_it"] is False:
@@ -178,7 +178,7 @@ def _reasons(report: dict, probed: dict) -> list[str]:
     if settings.disabled() and runs != "the host's":
         reasons.append(f"{settings.DISABLE}=1 turns the plugin off")
     elif report["host"] and runs is None:
-        reasons.append(f"{settings.DISPATCHER}=host, but this host has no chunkmoe of its own; unset it")
+        reasons.append(f"{settings.DISPATCHER}=host, but this host does not have its own chunkmoe; unset it")
     host = probed.get("places", {}).get("mindspeed_mm")
     if host is not None and not host["folders"]:
         reasons.append(_no_host())
@@ -188,7 +188,7 @@ def _reasons(report: dict, probed: dict) -> list[str]:
         if place["folders"] and not place["has_fsdp"]:
             reasons.append(f"{package} at {place['folders'][0]}: no {package}.fsdp in it: {_PLACEHOLDER}")
     device, backends = report["device"], report["backends"]
-    # before what the host's modules say, which is often a consequence
+    # before the problems of the host's modules, which are often its consequence
     if report["host"] and device == "cpu" and report["environment"][settings.DEVICE] != "cpu":
         reasons.append(f"no NPU and no GPU here; {settings.DEVICE}=cpu lets MindSpeed-MM run on the CPU")
     states = [patch for patch in report["patches"] if patch["state"] in (DRIFTED, host_probe.UNKNOWN)]
@@ -264,7 +264,7 @@ def _facts(report: dict) -> list[tuple[str, str]]:
             text = f"{host['generation']}, by its signatures; {text}"
         rows.append((name, text))
     chunkmoe = report["chunkmoe"]
-    own = "the host has one of its own, MINDSPEED_CHUNK_DISPATCHER=host runs it" if chunkmoe["host_has_one"] else ""
+    own = "the host has its own, MINDSPEED_CHUNK_DISPATCHER=host runs it" if chunkmoe["host_has_one"] else ""
     rows += [
         ("autoload", "on" if report["autoload"]["on"] else "off"),
         (

@@ -115,10 +115,11 @@ def broken_requirements() -> list[str]:
     for requirement in map(Requirement, importlib.metadata.requires(PLUGIN) or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = version_of(requirement.name)
+        version = version_of(requirement.name)
         # "2.7.1+cpu" and release candidates of a version in the range are in the range
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            broken.append(f"{requirement.name}: {found or 'not installed'}: must be {requirement.specifier or 'there'}")
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            rule = f"must be {requirement.specifier or 'there'}"
+            broken.append(f"{requirement.name}: {version or 'not installed'}: {rule}")
     return broken
 
 

@@ -54,15 +54,15 @@ def probe() -> dict:
     patches.install()
     result["backends"] = list(BACK_ENDS)
     host = places["mindspeed_mm"]
-    found = host["has_fsdp"]
+    has_host = host["has_fsdp"]
     records = patches.PATCHES
     if settings.on_cpu():
         from mindspeed_chunk.patches.on_cpu import device
 
         records += device.PATCHES
-    result["patches"] = [_examine(patch, found) for patch in records]
-    result["host"] = read_host(host["folders"]) if found else None
-    if found and WRAPPER in getattr(torch.distributed.all_reduce, "__qualname__", ""):
+    result["patches"] = [_examine(patch, has_host) for patch in records]
+    result["host"] = read_host(host["folders"]) if has_host else None
+    if has_host and WRAPPER in getattr(torch.distributed.all_reduce, "__qualname__", ""):
         result["host"]["all_reduce_wrapper"] = "applied"
     return result
 
@@ -112,13 +112,13 @@ def read_host(folders: list[str]) -> dict:
     }
 
 
-def _examine(patch: Any, host_found: bool) -> dict:
+def _examine(patch: Any, has_host: bool) -> dict:
     """Import the module whose import applies the patch, and return the patch's state."""
     from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, start_checks
     from mindspeed_chunk.patches.record import APPLIED, DRIFTED, NOT_NEEDED, READY
 
     state, detail = NO_HOST, ""
-    if host_found:
+    if has_host:
         try:
             importlib.import_module(patch.module)
             state, detail = patch.state, patch.detail

@@ -42,8 +42,8 @@ def run_on_ranks(
     """The exit code of a command that runs `on_rank` on every rank: here, if this process is one, or in new processes.
 
     Args:
-        module: that runs the command.
-        check: of the options. Returns what the ranks need in their environment; raises ConfigError.
+        module: the command's module.
+        check: checks the options. Returns what the ranks need in their environment; raises ConfigError.
         on_rank: raises NoResult on every rank or on none.
     """
     options = parser.parse_args()
@@ -109,21 +109,21 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="balanced: each token's experts drawn with equal chances; zipf or zipf:EXPONENT: the expert at place n of "
         "a popularity list, the same on all ranks, with chances as 1 / n^EXPONENT (default exponent: 1); or a FILE of "
-        "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it decides on tokens and top-k",
+        "expert ids, [tokens, k] or [ranks, tokens, k], as torch.save writes them: it determines tokens and top-k",
     )
     parser.add_argument(
         "--shared-expert",
         type=int,
         default=0,
         metavar="WIDTH",
-        help="beside the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
+        help="in addition to the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
     )
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
 
 
 def check_layer(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of which no layer can be made. A recorded routing sets its tokens and top-k."""
+    """Raise ConfigError for options without a possible layer. A recorded routing sets its tokens and top-k."""
     check_ranks(options)
     check_range(options, _LIMITS)
     if options.experts % options.ranks:
@@ -133,7 +133,7 @@ def check_layer(options: argparse.Namespace) -> None:
     needed, there = _least_bytes(options), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if options.device == "cpu" and needed > there:
         raise ConfigError(
-            f"--tokens, --hidden, --intermediate, --experts: the ranks take {needed / 1e9:.0f} GB or more, and this "
+            f"--tokens, --hidden, --intermediate, --experts: the ranks need {needed / 1e9:.0f} GB or more, and this "
             f"machine has {there / 1e9:.0f} GB; make them smaller"
         )
     options.tokens, options.top_k = routing(options, 0, options.ranks).shape
@@ -167,7 +167,7 @@ def _least_bytes(options: argparse.Namespace) -> int:
 
 
 def check_file(argument: str, path: str) -> None:
-    """Raise ConfigError for a file that cannot be written: better known before the times are taken."""
+    """Raise ConfigError for a file that cannot be written: before the measurement, not after it."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{argument} {shortened(path)}: there is no folder {shortened(folder)}")

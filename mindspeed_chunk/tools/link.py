@@ -1,8 +1,8 @@
-"""Several "hosts" on one machine: a network namespace a rank, joined by links of a chosen rate.
+"""Several "hosts" on one machine: one network namespace per rank, joined by links of a chosen rate.
 
-On a CPU this is the way to see communication hidden behind computation: the wire takes time, the processor is free. Two
-namespaces are joined directly, more of them by a bridge; every namespace sends, and behind a bridge also receives, at
-the chosen rate. Needs root, `ip` and `tc` (Debian's iproute2).
+On a CPU this shows communication hidden behind computation: the link needs time, and the processor is free. Two
+namespaces are joined directly, more of them by a bridge. Every namespace sends, and with a bridge also receives, at the
+chosen rate. Needs root, `ip` and `tc` (Debian's iproute2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from mindspeed_chunk.config import ConfigError
 
-# tells the ranks which ends of links can be limited: "namespace/device,..."
+# which ends of links the ranks can limit: "namespace/device,..."
 ENDS = "MINDSPEED_CHUNK_LINK_ENDS"
 _BURST = "1mb"
 _LATENCY = "100ms"
@@ -25,21 +25,21 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 class LinkError(ConfigError):
-    """The link cannot be had on this machine; the message says why."""
+    """The link cannot be made on this machine; the message says why."""
 
 
 @contextmanager
 def limited_link(rate: str, ranks: int = 2) -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """A namespace a rank, and links between them, while the block runs.
+    """One namespace per rank, and links between them, while the block runs.
 
     Args:
-        rate: what `tc` takes, such as "1gbit".
+        rate: in the units of `tc`, such as "1gbit".
 
     Yields:
         For each rank, the words to put before its command, and its additions to the environment.
 
     Raises:
-        LinkError: without root, `ip` or `tc`, or where the kernel refuses.
+        LinkError: without root, `ip` or `tc`, or if the kernel refuses.
     """
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         raise LinkError("--link needs root, ip and tc (Debian package iproute2); without it the link is not limited")
@@ -55,23 +55,23 @@ def limited_link(rate: str, ranks: int = 2) -> Iterator[list[tuple[list[str], di
             _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"{name}v")
             _run("ip", "-n", name, "link", "set", f"{name}v", "up")
         _limit(ends, rate)
-        told = {"MASTER_ADDR": "10.77.0.1", ENDS: ",".join("/".join(end) for end in ends)}
-        yield [(["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", **told}) for name in names]
+        shared = {"MASTER_ADDR": "10.77.0.1", ENDS: ",".join("/".join(end) for end in ends)}
+        yield [(["ip", "netns", "exec", name], {"GLOO_SOCKET_IFNAME": f"{name}v", **shared}) for name in names]
     finally:
         for name in (*names, hub):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def set_rate(rate: str | None) -> None:
-    """Change the rate of all links, or take the limit off. For one rank of those that `limited_link` started."""
+    """Change the rate of all links, or remove the limit. Called on one of the ranks that `limited_link` started."""
     _limit([tuple(end.split("/")) for end in os.environ[ENDS].split(",")], rate)
 
 
 def bits_per_second(rate: str) -> float:
-    """What a rate in the words of `tc` means.
+    """The value of a rate in the units of `tc`.
 
     Raises:
-        LinkError: naming what is understood.
+        LinkError: naming the units.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate.lower())
     if match is None:
@@ -80,7 +80,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def _sweep() -> None:
-    """Delete the namespaces of processes that were killed before they could; one may have had this process's number."""
+    """Delete the namespaces of killed processes, which could not; one may have had this process's number."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for name, process in re.findall(r"^(mc(\d+)(?:n\d+|hub))\b", listed, re.MULTILINE):
         if int(process) == os.getpid() or not os.path.exists(f"/proc/{process}"):
@@ -96,7 +96,7 @@ def _join_two(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
-    """The bridge stands in a namespace of its own; its ports limit what a rank receives."""
+    """The bridge is in a separate namespace; its ports limit what a rank receives."""
     _run("ip", "netns", "add", hub)
     _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", hub, "link", "set", "bridge", "up")
@@ -111,7 +111,7 @@ def _join_many(names: list[str], hub: str) -> list[tuple[str, str]]:
 
 
 def _add_link(one: tuple[str, str], other: tuple[str, str]) -> None:
-    """Both ends come into being in their namespaces, with which they go: neither can be left in the machine's own."""
+    """Both ends are made inside their namespaces and deleted with them, so none can be left over on the machine."""
     (here, device), (there, peer) = one, other
     _run("ip", "link", "add", device, "netns", here, "type", "veth", "peer", "name", peer, "netns", there)
 

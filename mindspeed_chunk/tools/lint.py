@@ -22,7 +22,7 @@ from mindspeed_chunk.tools.parser import Parser
 from mindspeed_chunk.wording import shown
 
 _MOST = 10**6  # ranks, devices
-_BESIDE = ""  # --fix without a name
+_NEXT_TO_IT = ""  # --fix without a name
 UNREADABLE = 2
 
 
@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
         "--fix",
         metavar="OUT.yaml",
         nargs="?",
-        const=_BESIDE,
+        const=_NEXT_TO_IT,
         help="also write a corrected copy and show the difference; without a name: CONFIG.fixed.yaml, next to the file",
     )
     parser.add_argument("--markdown", action="store_true", help="the table of rules, as in docs/lint.md; no checks")
@@ -70,30 +70,30 @@ def _count(text: str) -> int:
 
 def _lint(options: argparse.Namespace) -> int:
     document = Document.read(Path(options.config))
-    found = lint.check(document, options.world, options.devices_per_node)
+    findings = lint.check(document, options.world, options.devices_per_node)
     batch = rules_batch.global_batch(Subject(document, options.world, options.devices_per_node))
-    told = {"file": options.config, "findings": report.as_json(found), "counts": report.counts(found)}
+    result = {"file": options.config, "findings": report.as_json(findings), "counts": report.counts(findings)}
     if batch is not None:
-        told["global_batch"] = batch[0]
+        result["global_batch"] = batch[0]
     if not options.json:
-        print("\n".join(report.lines(options.config, found)))
+        print("\n".join(report.lines(options.config, findings)))
         if batch is not None:
             print(f"{options.config}: global batch on {options.world} ranks: {batch[0]} = {batch[1]}")
     if options.fix is not None:
-        told["fixed"] = _fix(options, document, found)
+        result["fixed"] = _fix(options, document, findings)
     if options.json:
-        print(json.dumps(told, indent=1))
-    return report.exit_code(found)
+        print(json.dumps(result, indent=1))
+    return report.exit_code(findings)
 
 
-def _fix(options: argparse.Namespace, document: Document, found: list) -> str | None:
+def _fix(options: argparse.Namespace, document: Document, findings: list) -> str | None:
     """Write the corrected copy. Returns its path; None if there is nothing to correct."""
     given = Path(options.config)
-    path = Path(options.fix) if options.fix != _BESIDE else given.with_name(f"{given.stem}.fixed{given.suffix}")
+    path = Path(options.fix) if options.fix != _NEXT_TO_IT else given.with_name(f"{given.stem}.fixed{given.suffix}")
     if os.path.abspath(path) != os.path.abspath(given) and _same(path, given):
         rule = f"is {given} through a link, and that file is written only under its own name"
         raise ConfigError.about("--fix", str(path), rule, "give another file")
-    made = report.fixed(document, found)
+    made = report.fixed(document, findings)
     difference = report.difference(document, made, str(path))
     if not difference:
         if not options.json:

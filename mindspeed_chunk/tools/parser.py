@@ -26,8 +26,8 @@ def check_range(options: argparse.Namespace, limits: Mapping[str, tuple[float, f
     Args:
         limits: by the option's name in `options`; an option that is None has no value.
     """
-    for name, (least, most) in limits.items():
+    for name, (smallest, largest) in limits.items():
         value = getattr(options, name)
-        if value is not None and not least <= value <= most:  # neither is nan
-            rule = f"must be at least {least} and at most {most}"
+        if value is not None and not smallest <= value <= largest:  # neither is nan
+            rule = f"must be at least {smallest} and at most {largest}"
             raise ConfigError.about(f"--{name.replace('_', '-')}", value, rule, "correct it")

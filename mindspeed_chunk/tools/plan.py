@@ -45,7 +45,7 @@ _LIMITS = {
 
 
 def main() -> int:
-    """0: a plan; 1: nothing fits; 2: it was asked for something that does not exist."""
+    """0: a recommendation; 1: nothing fits; 2: wrong arguments, or a model or device that does not exist."""
     options = _parser().parse_args()
     try:
         job = _job(options)
@@ -85,9 +85,9 @@ def _parser() -> Parser:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--devices-per-node", type=int, required=True)
     parser.add_argument("--device", required=True, help=f"{', '.join(DEVICES)}, or a yaml or json file")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens a sample (default: 4096)")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens per sample (default: 4096)")
     parser.add_argument(
-        "--global-batch", type=int, help=f"samples a step, of all ranks (default: {_SAMPLES_PER_RANK} a rank)"
+        "--global-batch", type=int, help=f"samples per step, of all ranks (default: {_SAMPLES_PER_RANK} per rank)"
     )
     parser.add_argument("--precision", default=DEFAULT_RECIPE, help=f"{', '.join(RECIPES)} (default: {DEFAULT_RECIPE})")
     parser.add_argument(
@@ -97,7 +97,7 @@ def _parser() -> Parser:
         "--chunk-loss",
         type=int,
         default=1024,
-        help="tokens of a micro batch with logits at a time; 0: all (default: 1024)",
+        help="tokens of a micro batch whose logits exist at the same time; 0: all (default: 1024)",
     )
     parser.add_argument("--reserve", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
     parser.add_argument(

@@ -74,11 +74,11 @@ def launch(
     Raises:
         LinkError: if the link cannot be made.
     """
-    places: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
-    places = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
+    link: AbstractContextManager[list[tuple[list[str], dict[str, str]]]]
+    link = limited_link(rate, ranks) if rate else nullcontext([([], {})] * ranks)
     command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
     processes: list[subprocess.Popen] = []
-    with _requests_held() as answer_requests, places as found, reserved_port() as port:
+    with _requests_held() as answer_requests, link as places, reserved_port() as port:
         shared = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -87,7 +87,7 @@ def launch(
         }
         shared |= environment or {}
         try:
-            for rank, (prefix, extra) in enumerate(found):
+            for rank, (prefix, extra) in enumerate(places):
                 answer_requests()
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **extra}
                 processes.append(subprocess.Popen([*prefix, *command], env={**_QUIET, **os.environ, **shared, **own}))

@@ -63,7 +63,7 @@ def _message(megabytes: float, layer: BenchLayer) -> list[float]:
     sent, splits = layer.x_TH.new_zeros(ranks * rows, hidden), [rows] * ranks
 
     def exchange() -> None:
-        all_to_all(sent, splits, splits, dist.group.WORLD, "message", most=rows)[1].wait()
+        all_to_all(sent, splits, splits, dist.group.WORLD, "message", max_split=rows)[1].wait()
 
     return [megabytes * 1e6, _median(exchange, layer)]
 

@@ -104,7 +104,7 @@ def check_plan(rank, world_size, num_chunks):
         assert chunk.recv_splits == tuple(map(sum, chunk.groups.counts))
         assert chunk.groups.rows_per_expert == tuple(map(sum, zip(*chunk.groups.counts, strict=True)))
         assert chunk.num_sent == sum(chunk.send_splits)
-        assert chunk.most == max(
+        assert chunk.max_split == max(
             sum(rows(source, c, e) for e in range(peer * local, (peer + 1) * local))
             for source, peer in itertools.permutations(range(world_size), 2)
         )

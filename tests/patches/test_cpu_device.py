@@ -53,7 +53,7 @@ def test_nothing_is_imported_or_touched_unless_asked_for(monkeypatch, caplog, va
         monkeypatch.setenv(settings.DEVICE, value)
     monkeypatch.delitem(sys.modules, device.__name__)
     monkeypatch.setattr(patches, "_hooks", object())  # as after `install`
-    monkeypatch.setattr(patches, "_met", met := [])
+    monkeypatch.setattr(patches, "_checked", met := [])
     patches._warn.cache_clear()
     module = host_device()
     before = dict(vars(module)), [getattr(*where) for where in TORCH]

@@ -22,8 +22,8 @@ def test_rows_that_the_host_has_noted_follow_the_micro_chunk(monkeypatch):
     before = dict(vars(module))
     patch.on_import(module)
     assert patch.state == APPLIED and dict(vars(module)) == before, "nobody has asked for it yet"
-    row_counts.use()
-    row_counts.use()
+    row_counts.activate()
+    row_counts.activate()
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
     assert gather([0] * 5, "group") is None
     module.EP_RANK_SEQ_LENS = [6, 10]

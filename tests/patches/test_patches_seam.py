@@ -34,7 +34,7 @@ def importer(monkeypatch):
 @pytest.fixture
 def seam(owner):
     seam = Seam("function", importers=("importer_of_owner", "never_imported"))
-    seam.found(owner)
+    seam.bind(owner)
     return seam
 
 
@@ -81,7 +81,7 @@ def test_found_elsewhere_the_first_place_is_as_it_was(seam, owner):
     seam.replace(ours)
     other = types.ModuleType("other")
     other.function = hosts_own
-    undo = seam.found(other)
+    undo = seam.bind(other)
     assert owner.function is hosts_own and not seam.replaced
     undo()
     assert seam.owner is None

@@ -20,8 +20,7 @@ from mindspeed_chunk.patches.record import APPLIED, NOT_NEEDED
 from mindspeed_chunk.tools import doctor, environment, host_probe
 
 ROOT = Path(__file__).resolve().parents[2]
-HOMES = ("MINDSPEED_CHUNK_", "MINDSPEED_HOME", "MINDSPEED_MM_HOME", "NON_MEGATRON")
-OURS = (*HOMES, "TORCH_DEVICE", "ASCEND_", "HCCL_", "CUDA_")
+OURS = ("MINDSPEED_CHUNK_", "MINDSPEED_HOME", "MINDSPEED_MM_HOME", "TORCH_DEVICE", "NON_MEGATRON", "ASCEND_")
 EP = "mindspeed_mm/fsdp/distributed/expert_parallel"
 CHUNKMOE_PATCHES = ("config name", "start checks", "expert-parallel plan", "dispatcher", "published module")
 
@@ -168,7 +167,7 @@ def test_choice_of_a_chunkmoe_that_the_host_has_not(host, monkeypatch):
     names.write_text(names.read_text().replace(", 'chunkmoe'", ""))
     report = diagnose(path=[host], MINDSPEED_CHUNK_DISPATCHER="host")
     assert report["chunkmoe"] == {"runs": None, "host_has_one": False}
-    wanted = "host, but this host has no chunkmoe of its own"
+    wanted = "host, but this host does not have its own chunkmoe"
     assert any(wanted in reason for reason in report["reasons"])
 
     monkeypatch.setenv("MINDSPEED_CHUNK_DISPATCHER", "host")
@@ -379,35 +378,3 @@ def test_real_host():
     assert report["host"]["all_reduce_wrapper"] == "in its source"
     assert report["chunkmoe"]["runs"] == "ours"
     assert {states(report)[name] for name in CHUNKMOE_PATCHES} <= {"applied", "ready", "not needed"}
-
-
-LARGE = {"HCCL_BUFFSIZE": "201"}
-
-
-@pytest.mark.parametrize(
-    "variables, kind, expected",
-    [
-        ({"HCCL_OP_EXPANSION_MODE": "AIV", **LARGE}, "npu", "HCCL_OP_EXPANSION_MODE=AIV: HCCL has it for inference"),
-        ({"HCCL_OP_EXPANSION_MODE": "AI_CPU", **LARGE}, "npu", None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "cuda", "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue"),
-        # MindSpeed-MM's scripts set it, and it has no effect there
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", **LARGE}, "npu", None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "cuda", None),
-        ({"HCCL_BUFFSIZE": "120"}, "npu", "HCCL_BUFFSIZE=120: a chunk has 201 MB"),
-        ({}, "npu", "HCCL_BUFFSIZE=200: a chunk has 201 MB, which HCCL sends in pieces of at most this size; set 201 "),
-        (LARGE, "npu", None),
-        ({}, "cuda", None),
-    ],
-)
-def test_variables_that_slow_a_run_or_hang_it(variables, kind, expected):
-    found = environment.warnings(variables, kind, chunk_bytes=200.5 * 2**20)
-    assert len(found) == (expected is not None) and all(each.startswith(expected) for each in found)
-
-
-def test_doctor_warns_of_variables_and_of_buffers_smaller_than_a_chunk():
-    yaml = ROOT / "examples" / "qwen3_5_35b" / "tiny.yaml"  # its chunks have less than 1 MB
-    variables = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_BUFFSIZE": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
-    answer = run("doctor", "--json", "--config", str(yaml), **variables)
-    notes = "\n".join(json.loads(answer.stdout)["notes"])
-    assert all(f"{name}={value}: " in notes for name, value in variables.items()), notes
-    assert run("doctor", "--config", "no-such.yaml").returncode == 2

@@ -14,7 +14,7 @@ _SAME = 1.01  # times the fastest
 
 
 class ChunkChoice(NamedTuple):
-    """The chosen N, and by candidate what was found for it."""
+    """The chosen N, and memory and times of each candidate."""
 
     num_chunks: int
     memory: dict[int, ExpertMemory]
@@ -39,9 +39,9 @@ def best_num_chunks(
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
         schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
-        dtype: that the experts compute in; a key of `device.flops`.
-        max_bytes: a layer call may hold at its peak. Where no candidate fits, the one with the lowest peak is taken.
-        rows_of: from N to the rows of each chunk, such as gathered counts give them; balanced without it.
+        dtype: of the experts' computation; a key of `device.flops`.
+        max_bytes: of a layer call at its peak. If no candidate fits, the one with the lowest peak is chosen.
+        rows_of: from N to the rows of each chunk, for example from gathered counts; balanced without it.
     """
     rows = {n: rows_of(n) if rows_of else balanced_rows(shape, n) for n in candidates}
     how: dict[str, Any] = {"schedule": schedule, "keep": keep, "lookahead": lookahead}

@@ -1,13 +1,13 @@
-"""Bytes that one Chunk MoE layer call keeps and holds at most, found by walking the executor's own schedule.
+"""Bytes that one Chunk MoE layer call keeps and holds at most, counted by walking the executor's own schedule.
 
-T tokens here, H hidden, K experts a token, S = T x K rows sent, R rows received, I expert intermediate, F = 2I,
-L experts here, s bytes an element. Every buffer is entered in a ledger when the executor makes it and taken out when it
-lets it go (`moe/executor.py`, `moe/experts.py`, `ops/cpu.py`); nothing here is fitted to a measurement. Not counted:
-the layer's input, the weights, and what a library allocates inside of one operation.
+T tokens here, H hidden, K experts per token, S = T x K rows sent, R rows received, I expert intermediate, F = 2I,
+L experts here, s bytes per element. Every buffer is entered in a ledger when the executor makes it, and removed when
+the executor releases it (`moe/executor.py`, `moe/experts.py`, `ops/cpu.py`). Nothing here is fitted to a measurement.
+Not counted: the layer's input, the weights, and what a library allocates inside one operation.
 
-Without any walk: kept are K (H + 2I) s a token with "activations", K H s with "rows", nothing with "input", and
-8 bytes a row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
-their combine, and three own buffers; each one more that is dispatched ahead is one more of both.
+In formulas: kept are K (H + 2I) s per token with "activations", K H s with "rows", nothing with "input", and 8 bytes
+per row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and their
+combine, and three own buffers. Each additional chunk that is dispatched ahead adds one to both numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ChunkRows(NamedTuple):
 
     Attributes:
         tokens: of the chunk.
-        sent: what leaves its tokens, K each, those for this rank's own experts included.
-        received: what its experts get, from this rank and the others.
-        largest: the most that one local expert gets.
+        sent: rows of its tokens, K each, including those for this rank's own experts.
+        received: rows for the experts here, from this rank and the others.
+        largest: the largest number of rows that one local expert gets.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class LayerShape:
         tokens: T, on this rank.
         hidden, intermediate: H, and an expert's I.
         experts: E, on all ranks of the expert-parallel group together.
-        top_k: K, experts a token.
+        top_k: K, experts per token.
         ep: ranks of the expert-parallel group.
         element_size: bytes of an element of the rows and of the weights.
     """
@@ -74,7 +74,7 @@ class LayerShape:
 def row_bytes(shape: LayerShape, keep: str) -> tuple[int, int, int]:
     """Bytes of a row: in the forward, dispatched in the backward, combined in the backward.
 
-    In the backward rows are packed; with "input", the tokens ride with their gradients.
+    In the backward rows are packed; with "input", the tokens are sent with their gradients.
     """
     hidden, size = shape.hidden, shape.element_size
     return hidden * size, packed_bytes(hidden * (2 if keep == "input" else 1), size), packed_bytes(hidden, size)
@@ -87,7 +87,7 @@ class ExpertMemory(NamedTuple):
         kept: alive between forward and backward, without the output.
         forward_peak: the most alive at once in the forward; with the output.
         backward_peak: the same in the backward; with the output and the gradient of the input, without `weight_grads`.
-        weight_grads: the totals that the chunks' weight gradients are summed in, fp32 for narrower weights.
+        weight_grads: the totals in which the chunks' weight gradients are summed, fp32 for narrower weights.
     """
 
     kept: int
@@ -102,7 +102,7 @@ class ExpertMemory(NamedTuple):
 
 
 def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) -> tuple[ChunkRows, ...]:
-    """The rows of each chunk where every expert is equally popular.
+    """The rows of each chunk if every expert gets equally many.
 
     Args:
         imbalance: rows that the busiest rank receives, and its busiest expert, over the mean. No rank receives more
@@ -130,12 +130,12 @@ def expert_memory(
 
     Args:
         schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
-        rows: of each chunk, where they are known, in place of `num_chunks`; otherwise `balanced_rows`.
+        rows: of each chunk, if they are known, instead of `num_chunks`; otherwise `balanced_rows`.
     """
     rows = rows or balanced_rows(shape, num_chunks)
-    forward = _Forward(shape, rows, keep)
+    forward = _ForwardLedger(shape, rows, keep)
     forward.run(build(schedule, len(rows), lookahead=lookahead))
-    backward = _Backward(shape, rows, keep, forward.kept)
+    backward = _BackwardLedger(shape, rows, keep, forward.kept)
     backward.run(build(schedule, len(rows), lookahead=lookahead, backward=True))
     narrow = shape.element_size == 2
     # at the end, the totals are cast to the weights' format, all at once
@@ -144,8 +144,8 @@ def expert_memory(
     return ExpertMemory(forward.kept, forward.peak, backward_peak, weight_grads)
 
 
-class _Walk:
-    """A ledger of named bytes, and a method a kind of action, as the executor's walk has them."""
+class _Ledger:
+    """The buffers that are alive, with their bytes, and a method per kind of action."""
 
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
         self._shape, self._rows, self._keep = shape, rows, keep
@@ -161,11 +161,11 @@ class _Walk:
         for kind, c in schedule:
             getattr(self, kind)(c, self._rows[c])
 
-    def _hold(self, name: str, c: int, nbytes: int, beside: int = 0) -> None:
-        """Enter a buffer; `beside` are bytes that are alive only while it is made."""
+    def _hold(self, name: str, c: int, nbytes: int, transient: int = 0) -> None:
+        """Enter a buffer; `transient` are bytes that are alive only while it is made."""
         self._held[name, c] = nbytes
         self.now += nbytes
-        self._pass(beside)
+        self._pass(transient)
 
     def _pass(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.now + nbytes)
@@ -178,17 +178,17 @@ class _Walk:
         self._held[to, c] = self._held.pop((name, c))
 
     def _arrived(self, c: int, row: int, received: int) -> None:
-        """The wait: what was sent goes; the received rows are put in the experts' order through a second buffer."""
+        """The wait: what was sent is freed; a second buffer takes the received rows in the experts' order."""
         self._free("send", c=c)
         self._pass(received * row if self._regroups else 0)
         self._move("received", "rows", c)
 
     def _product(self, rows: ChunkRows) -> int:
-        """Products are made expert by expert, and one expert's go only when the next one's are there."""
+        """Products are made expert by expert, and those of one expert are freed after those of the next are made."""
         return 2 * rows.largest * self._row if self._regroups else 0
 
 
-class _Forward(_Walk):
+class _ForwardLedger(_Ledger):
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str) -> None:
         super().__init__(shape, rows, keep)
         self._hold("output", 0, shape.tokens * self._row)
@@ -196,12 +196,12 @@ class _Forward(_Walk):
 
     @property
     def kept(self) -> int:
-        """Once the walk is over."""
+        """After the walk."""
         return self.now - self._held["output", 0] - self._held["route", 0]
 
     def P(self, c: int, rows: ChunkRows) -> None:
-        self._hold("order", c, rows.sent * _INDEX, beside=rows.sent * _INDEX)
-        self._hold("send", c, rows.sent * self._row, beside=rows.sent * _INDEX)
+        self._hold("order", c, rows.sent * _INDEX, transient=rows.sent * _INDEX)
+        self._hold("send", c, rows.sent * self._row, transient=rows.sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
         self._hold("received", c, rows.received * self._row)
@@ -212,7 +212,7 @@ class _Forward(_Walk):
         self._hold("activated", c, rows.received * self._activated_row)
         if self._keep != "activations":
             self._free("fc1", c=c)
-        self._hold("send", c, rows.received * self._row, beside=self._product(rows))
+        self._hold("send", c, rows.received * self._row, transient=self._product(rows))
         self._free("activated", c=c)
         if self._keep == "input":
             self._free("rows", c=c)
@@ -226,8 +226,8 @@ class _Forward(_Walk):
         self._free("received", c=c)
 
 
-class _Backward(_Walk):
-    """The kept bytes and the output stay to the end: the node's saved tensors are freed after it has run."""
+class _BackwardLedger(_Ledger):
+    """The kept bytes and the output stay until the end: the node's saved tensors are freed after it has run."""
 
     def __init__(self, shape: LayerShape, rows: Sequence[ChunkRows], keep: str, kept: int) -> None:
         super().__init__(shape, rows, keep)
@@ -237,7 +237,7 @@ class _Backward(_Walk):
 
     def P(self, c: int, rows: ChunkRows) -> None:
         packed = rows.tokens * self._out_row
-        self._hold("send", c, rows.sent * self._out_row, beside=packed + rows.sent * _INDEX)
+        self._hold("send", c, rows.sent * self._out_row, transient=packed + rows.sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
         self._hold("received", c, rows.received * self._out_row)
@@ -249,13 +249,13 @@ class _Backward(_Walk):
         if again:
             self._hold("fc1 gradient", c, fc1)  # fc1 itself, to begin with
         self._hold("activated", c, activated)
-        self._hold("activated gradient", c, activated, beside=self._row_dot(rows))
+        self._hold("activated gradient", c, activated, transient=self._row_dot(rows))
         if again:
-            self._pass(activated)  # silu(gate): the gradient has fc1's place
+            self._pass(activated)  # silu(gate): the gradient is in the buffer of fc1
         else:
             self._hold("fc1 gradient", c, fc1)
         self._free("activated gradient", c=c)
-        self._hold("send", c, rows.received * self._back_row, beside=self._product(rows))
+        self._hold("send", c, rows.received * self._back_row, transient=self._product(rows))
         if self._keep == "input":
             self._pass(self._weight_product())
             self._free("fc1 gradient", c=c)
@@ -269,10 +269,10 @@ class _Backward(_Walk):
 
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
-        beside = rows.sent * _INDEX + rows.tokens * self._back_row
+        transient = rows.sent * _INDEX + rows.tokens * self._back_row
         if ("input gradient", 0) not in self._held:
-            self._hold("input gradient", 0, self._shape.tokens * self._row, beside=beside)
-        self._pass(beside)
+            self._hold("input gradient", 0, self._shape.tokens * self._row, transient=transient)
+        self._pass(transient)
         self._free("received", c=c)
 
     def _row_dot(self, rows: ChunkRows) -> int:

@@ -1,17 +1,16 @@
 """Times of an MoE layer's chunks: a cost for each action, put through the schedule simulator of `moe/schedule.py`.
 
-T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L experts here, s bytes an element.
+T tokens, S rows sent, R rows received, H hidden, I expert intermediate, L experts here, s bytes per element.
 
     P, U           (T + S) H s and (S + T) H s bytes at the memory's rate
     D, C           the all-to-all of S H s bytes on the links of the expert-parallel group (`hardware.py`); in the
                    backward rows are packed, and with `chunk_moe_keep: input` a dispatched one has 2H columns
     E forward      6 R H I operations and a SwiGLU
-    E backward     6 R H I, and 4 R H I more where fc1 is computed again
+    E backward     6 R H I, and 4 R H I more if fc1 is computed again
     W              6 R H I
 
-A matmul takes as long as the slower of its operations and its bytes, so every chunk pays for reading the local experts'
-weights (3 L H I s bytes) again: that is what limits N from above. Imbalance multiplies R, by EP at most; the busiest
-rank decides.
+A matmul takes as long as the slower of its operations and its bytes. So every chunk pays for reading the local experts'
+weights (3 L H I s bytes) again, which limits N. Imbalance multiplies R, by at most EP; the busiest rank decides.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ def chunk_times(
     Args:
         span: of the expert-parallel group; without it, all its ranks are on one node.
         schedule, keep, lookahead: `chunk_moe_schedule`, `chunk_moe_keep`, `chunk_moe_lookahead`.
-        dtype: that the experts compute in; a key of `device.flops`.
-        imbalance: rows that the busiest rank receives over the mean; EP where it is more.
-        rows: of each chunk, where they are known, in place of `num_chunks`.
+        dtype: of the experts' computation; a key of `device.flops`.
+        imbalance: rows that the busiest rank receives over the mean; a larger value than EP counts as EP.
+        rows: of each chunk, if they are known, instead of `num_chunks`.
 
     Raises:
-        ConfigError: for a dtype that the device has no rate for.
+        ConfigError: for a dtype for which the device has no rate.
     """
     rows = rows or balanced_rows(shape, num_chunks, imbalance)
     costs = _Costs(shape, device, span or GroupShape(shape.ep, shape.ep), device.rate(dtype), keep, tuple(rows))
@@ -134,7 +133,7 @@ class _Costs:
         return self._moved(copied)
 
     def _matmuls(self, rows: ChunkRows, per_row: int, *, totals: bool = False) -> float:
-        """`per_row` H I operations a row; bytes of the weights, or of their gradients' totals read and written."""
+        """`per_row` H I operations per row; bytes of the weights, or of their gradients' totals read and written."""
         shape = self.shape
         operations = per_row * rows.received * shape.hidden * shape.intermediate
         weights = shape.weight_elements * (2 * _TOTAL_SIZE if totals else shape.element_size * per_row / 6)

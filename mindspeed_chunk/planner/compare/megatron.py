@@ -53,33 +53,33 @@ class Megatron(Estimator):
         return {}
 
     def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
-        """TP's, PP's and CP's, and the optimizer's; not the experts'."""
+        """The collectives of TP, PP, CP and the optimizer, without those of the experts."""
         job = self.job
         hidden = tokens * job.model.hidden_size * job.element_size
-        found = []
+        collectives = []
         if layout.tp > 1:
             calls = 4 * (job.model.num_hidden_layers // layout.pp) * passes
-            found.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
+            collectives.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
         if layout.pp > 1:
-            found.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
-        found += super()._own_traffic(layout, tokens, passes)
+            collectives.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
+        collectives += super()._own_traffic(layout, tokens, passes)
         for group, elements in zip(("dp_cp", "edp"), self._elements(layout)):
             if (ranks := layout.size(group)) > 1:
-                found.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
-                found.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
-        return found
+                collectives.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
+                collectives.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
+        return collectives
 
     def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
         return []
 
     def _elements(self, layout: Layout) -> tuple[int, int]:
-        """On one rank: of everything but the experts, and of these."""
+        """On one rank: of everything except the experts, and of the experts."""
         others, experts = num_by_kind(self.job.model)
         return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
 
 
 def pair(job: Job) -> Iterator[tuple[Layout, str | None]]:
-    """The two layouts that are always shown, side by side, each with its problem."""
+    """The two layouts that are always shown, next to each other, each with its problem or None."""
     for part, pp in _PAIR:
         tp = max(1, job.devices_per_node // part)
         layout = Layout(tp=tp, dp=max(1, job.world // (tp * pp)), pp=pp)

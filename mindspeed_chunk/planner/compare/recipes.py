@@ -1,4 +1,4 @@
-"""Recipes that MindSpeed-MM's FSDP2 yaml cannot ask for, beside those that it can."""
+"""The recipes that MindSpeed-MM's FSDP2 yaml can select, and others to compare with."""
 
 from __future__ import annotations
 

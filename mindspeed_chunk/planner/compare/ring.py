@@ -1,8 +1,9 @@
 """Ring attention (Liu et al., arXiv:2310.01889): ranks keep their queries, and pass keys and values around.
 
-c ranks share a sequence, T tokens on each of them: c - 1 times T (keys + values) s forward; in the backward these and
-their gradients. Any number of ranks; with a causal mask they must hold matching early and late pieces to have equal
-work. It splits full attention only: a layer whose state runs along the sequence cannot be passed around so.
+c ranks share a sequence, with T tokens on each of them. They send c - 1 times T (keys + values) s bytes in the forward;
+in the backward these and their gradients. Any number of ranks is possible. With a causal mask, each must hold matching
+early and late pieces to have equal work. Only full attention can be split so: other layers have a state that runs along
+the sequence.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def mcore(rank, world_size):
     run(build("qwen3_5_moe", plan("chunkmoe", moe_num_chunks=2)))  # another group asks for it
     with observe() as events:
         told["own group"] = max(distance(layer(), expected).values()), len(events)
-    patch.use(group, ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2)))
+    patch.activate(group, ChunkMoEDispatcher(ChunkMoEConfig(moe_num_chunks=2)))
     with observe() as events:
         told["asked"] = max(distance(layer(), expected).values()), len(events) > 0
     remove()
