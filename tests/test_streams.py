@@ -95,7 +95,21 @@ LAYER_SABOTAGE = {
         "freed while a gather on the wire uses it",
     ),
 }
+
+
+def never_dense(original):
+    def init(saved, *args):
+        original(saved, *args)
+        saved._dense = False
+
+    return init
+
+
 OFFLOAD_SABOTAGE = {
+    "the span of memory that is copied": (
+        taken_away(mbs_offload._SavedTensor, "__init__", never_dense),
+        "of what is not contiguous",
+    ),
     "the wait for a copy": (taken_away(device.Copy, "wait", nothing), "copy_ on a side stream uses"),
     "a copy's wait for the computation": (
         taken_away(Line, "wait_stream", nothing),

@@ -3,6 +3,7 @@
 import difflib
 from pathlib import Path
 
+import cost_tables
 import drawings
 import public_api
 import setting_tables
@@ -21,7 +22,11 @@ TABLES = {
         "hosts": version_tables.hosts,
         "continuous integration": version_tables.continuous_integration,
     },
-    "docs/ascend.md": {"kernels": version_tables.kernels},
+    "docs/ascend.md": {
+        "kernels": version_tables.kernels,
+        "costs": cost_tables.counts,
+        "AI CPU": cost_tables.kernels,
+    },
     "docs/ascend.zh-CN.md": {"kernels": version_tables.kernels},
     "docs/api.md": {"names": public_api.table_of_names},
 }

@@ -33,9 +33,9 @@ class HostPool:
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """A buffer of at least `nbytes` bytes, uint8. The caller owns it until `give`."""
-        # at most eight sizes between two powers of two: buffers can be reused when the sequence length changes
-        step = 1 << max(0, nbytes.bit_length() - 4)
-        size = -(-nbytes // step) * step
+        # torch's allocator of pinned memory rounds up to a power of two and gives nothing back: any other sizes would
+        # hold as much, and could not be reused when the sequence length changes
+        size = 1 << (nbytes - 1).bit_length()
         if self._free[size]:
             return self._free[size].pop()
         return host_buffer(size, torch.uint8, device)
@@ -185,6 +185,8 @@ class _SavedTensor:
         self._host: torch.Tensor | None = None
         self._work: Work = DONE
         self._like = torch.empty_like(tensor, device="meta")
+        # its elements fill one span of memory, in any order of its dimensions
+        self._dense = self._like.stride() == tensor.stride()
         # how often the graph holds it, and how often one backward has unpacked it so far
         self.uses = self._used = 0
 
@@ -200,7 +202,7 @@ class _SavedTensor:
             return
         offload, tensor = self._saved_by_call.offload, self._tensor
         self._host = offload.pool.take(tensor.nbytes, tensor.device)
-        self._work = self._lane.copy(self._view(self._host), tensor)
+        self._work = self._lane.copy(self._view(self._host), self._span(tensor))
         emit("offload", self._saved_by_call.name, to="host", bytes=tensor.nbytes)
 
     def release(self) -> None:
@@ -215,7 +217,7 @@ class _SavedTensor:
         if self._tensor is not None or self._host is None:
             return
         self._tensor = torch.empty_like(self._like, device=self._lane.device)
-        self._work = self._lane.copy(self._tensor, self._view(self._host))
+        self._work = self._lane.copy(self._span(self._tensor), self._view(self._host))
         self._version = self._tensor._version
         emit("offload", self._saved_by_call.name, to="device", bytes=self._tensor.nbytes)
 
@@ -232,9 +234,13 @@ class _SavedTensor:
             self._tensor, self._used = None, 0  # another backward fetches it from the host
         return tensor
 
+    def _span(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is copied. Of dense memory the span: a device copies what has other strides in two steps, and waits."""
+        return tensor.as_strided((tensor.numel(),), (1,)) if self._dense else tensor
+
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
-        like = self._like
-        return torch.as_strided(buffer[: like.nbytes].view(like.dtype), like.shape, like.stride())
+        like, flat = self._like, buffer[: self._like.nbytes].view(self._like.dtype)
+        return flat if self._dense else flat.as_strided(like.shape, like.stride())
 
     def _checked(self) -> torch.Tensor:
         assert self._tensor is not None  # here, or fetched

@@ -26,6 +26,7 @@ from mindspeed_chunk.moe.plan import ChunkPlan, PendingPlan
 from mindspeed_chunk.moe.schedule import Action, after_first_dispatch, before_last_unpermutes, build
 from mindspeed_chunk.observe import emit, listening
 from mindspeed_chunk.ops import BackEnd
+from mindspeed_chunk.ops.groups import Groups
 
 Result = TypeVar("Result")
 
@@ -124,6 +125,7 @@ def forward(
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
     result = Forwarded(x_TH, weight_TK, out_TH, [], [])
     keep = call.keep if call.needs.any else "nothing"
+    groups_N: tuple[Groups, ...] = ()  # made after the wait for the plan
     for action in call.forward_actions():
         if action is None:
             with _paused(chunks):
@@ -138,7 +140,8 @@ def forward(
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
-                groups = plan.wait()[c].groups
+                groups_N = groups_N or plan.groups()
+                groups = groups_N[c]
                 rows_RH, fc1_RF = ops.regroup(chunk.arrived(), groups), None
                 if call.output:
                     chunk.send, fc1_RF = experts.forward(rows_RH, groups, c, keep_fc1=keep == "activations")
@@ -183,9 +186,10 @@ def backward(
     del saved
     x_grad_TH: torch.Tensor | None = None  # made when its first part has arrived
     weight_grad_TK = weight_TK.new_empty(weight_TK.shape) if needs.weights else None
+    groups_N: tuple[Groups, ...] = ()
     for action in call.backward_actions():
         if action is None:
-            del grad_TH, weight_TK, experts, x_TH, kept, totals
+            del grad_TH, weight_TK, experts, x_TH, kept, totals, groups_N
             with _paused(chunks):
                 yield
             continue
@@ -195,27 +199,31 @@ def backward(
             if kind == "P":
                 parts = [grad_TH[tokens]] if x_TH is None else [grad_TH[tokens], x_TH[tokens]]
                 packed_TW = pack(parts, call.compute_dtype)
-                chunk.send = ops.unpermute_backward(packed_TW, orders[c], top_k)
-                packed_weight(chunk.send, out_hidden, weight_dtype).copy_(ops.rows_of(weight_TK[tokens], orders[c]))
-                del parts, packed_TW
+                pair_R = ops.pairs(orders[c])
+                chunk.send = ops.unpermute_backward(packed_TW, pair_R, top_k)
+                packed_weight(chunk.send, out_hidden, weight_dtype).copy_(ops.rows_of(weight_TK[tokens], pair_R))
+                del parts, packed_TW, pair_R
             elif kind == "D":
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
-                groups = plan.wait()[c].groups
+                groups_N = groups_N or plan.groups()
+                groups = groups_N[c]
                 packed_RW = ops.regroup(chunk.arrived(), groups)
                 if call.keep == "input":
-                    rows_RH, fc1_RF = packed_RW[:, hidden:out_hidden], None
+                    rows_RH, fc1_RF = ops.operand(packed_RW[:, hidden:out_hidden]), None
                 elif call.keep == "rows":
                     rows_RH, fc1_RF = kept[c], None
                 else:
                     rows_RH, fc1_RF = kept[2 * c : 2 * c + 2]
-                grad_RH, weight_R = packed_RW[:, :hidden], packed_weight(packed_RW, out_hidden, weight_dtype)
+                grad_RH = ops.operand(packed_RW[:, :hidden])
+                weight_R = ops.operand(packed_weight(packed_RW, out_hidden, weight_dtype))
+                del packed_RW  # operands need not be views of it
                 chunk.operands, weight_grad_R = experts.input_grad(
                     grad_RH, weight_R, rows_RH, fc1_RF, groups, c, needs, totals.activation
                 )
                 del rows_RH, fc1_RF
                 if needs.input:
-                    chunk.send = packed_RW.new_empty((len(packed_RW), packed_width(back_hidden, packed_RW.dtype)))
+                    chunk.send = grad_RH.new_empty((len(grad_RH), packed_width(back_hidden, grad_RH.dtype)))
                     if weight_grad_R is not None:
                         weight_grad_R = ops.regroup_backward(weight_grad_R, groups)
                         packed_weight(chunk.send, back_hidden, weight_dtype).copy_(weight_grad_R)
@@ -223,7 +231,7 @@ def backward(
                         experts.rows_grad(chunk.operands, chunk.send[:, :back_hidden])
                 else:
                     chunk.in_flight = False
-                del packed_RW, grad_RH, weight_R, weight_grad_R
+                del grad_RH, weight_R, weight_grad_R
                 if not needs.experts:
                     chunk.operands = None
                 elif call.keep == "input":

@@ -72,9 +72,18 @@ class Totals:
         self.activation = [_zeros(parameter) for parameter in activation.parameters]
 
     def grads(self, *of: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients of fc1, fc2 and the activation's parameters, each in its dtype."""
-        totals = (self._fc1, self._fc2, *self.activation)
-        return [None if total is None else total.to(each.dtype) for total, each in zip(totals, of, strict=True)]
+        """The gradients of fc1, fc2 and the activation's parameters, each in its dtype. The sums are freed."""
+        totals = [self._fc1, self._fc2, *self.activation]
+        self._fc1 = self._fc2 = self.fc1_LHF = self.fc2_LIH = None
+        self.activation.clear()
+        grads: list[torch.Tensor | None] = [None] * len(totals)
+        # one at a time, the smaller ones first: each sum is freed before the next one is cast
+        for place in reversed(range(len(totals))):
+            total = totals.pop()
+            if total is not None:
+                grads[place] = total.to(of[place].dtype)
+                del total
+        return grads
 
 
 def as_rows_times(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -170,7 +179,7 @@ class Experts:
 
 
 def _row_dot(left_RI: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:
-    """The dot product of each pair of rows, `[R]`, summed in fp32 if the rows are narrower."""
+    """The dot product of each pair of rows, `[R]`, computed in fp32 if the rows are narrower."""
     if left_RI.dtype in (torch.bfloat16, torch.float16):
-        left_RI, right_RI = left_RI.float(), right_RI.float()
+        return left_RI.float().mul_(right_RI).sum(-1)  # one fp32 tensor of this size, not three
     return (left_RI * right_RI).sum(-1)

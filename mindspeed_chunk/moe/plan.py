@@ -93,7 +93,10 @@ def route(index_TK: torch.Tensor, num_experts: int, pad_T: torch.Tensor | None) 
         pad_T: True for padding tokens, or None.
     """
     route_TK = index_TK.to(torch.int64).clamp(-1, num_experts)
-    return route_TK if pad_T is None else route_TK.masked_fill(pad_T[:, None], num_experts + 1)
+    if pad_T is None:
+        return route_TK
+    # the sentinel is the largest id; not masked_fill, which an NPU runs on its AI CPU for int64
+    return torch.maximum(route_TK, (pad_T * (num_experts + 1))[:, None])
 
 
 def num_counts(num_chunks: int, num_experts: int) -> int:
@@ -103,7 +106,10 @@ def num_counts(num_chunks: int, num_experts: int) -> int:
 
 def count_keys(route_TK: torch.Tensor, slices: ChunkSlices, num_experts: int) -> torch.Tensor:
     """The index, among the `num_counts` counts, of each (token, k) pair, `[T, K]`."""
-    chunk_T = slices.chunk_of(torch.arange(route_TK.shape[0], device=route_TK.device))
+    num_tokens = route_TK.shape[0]
+    # an NPU divides int64 on its AI CPU; `chunk_of` multiplies a token by the number of chunks
+    dtype = torch.int32 if num_tokens * slices.num_chunks < 2**31 else torch.int64
+    chunk_T = slices.chunk_of(torch.arange(num_tokens, dtype=dtype, device=route_TK.device))
     return route_TK + (chunk_T * (num_experts + _EXTRA_COLUMNS) + 1)[:, None]
 
 
@@ -190,15 +196,15 @@ def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int) -> tuple[C
     here_NRL = counts.all_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
     sent_NRR = counts.all_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
     to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
+    groups = Groups.of_chunks(here_NRL.tolist(), counts.here_RNL.transpose(0, 1).contiguous())
     return tuple(
-        ChunkPlan(chunk, tuple(sent), tuple(received), max_split, Groups(tuple(map(tuple, here)), on_device_RL))
-        for chunk, sent, received, max_split, here, on_device_RL in zip(
+        ChunkPlan(chunk, tuple(sent), tuple(received), max_split, here)
+        for chunk, sent, received, max_split, here in zip(
             tokens,
             sent_NRR[:, rank].tolist(),
             here_NRL.sum(2).tolist(),
             to_others_NRR.amax((1, 2)).tolist(),
-            here_NRL.tolist(),
-            counts.here_RNL.transpose(0, 1).contiguous().unbind(0),
+            groups,
             strict=True,
         )
     )
@@ -223,3 +229,7 @@ class PendingPlan:
             self._chunks = plan_chunks(self._read(), self._tokens, group_rank(self._group))
             self._read = None  # frees the gather's tensors
         return self._chunks
+
+    def groups(self) -> tuple[Groups, ...]:
+        """Those of every chunk, for one direction of the call."""
+        return Groups.for_direction([chunk.groups for chunk in self.wait()])

@@ -223,10 +223,19 @@ def reroute(route_TK: torch.Tensor, kept_TK: torch.Tensor) -> tuple[torch.Tensor
     """
     same_TKK = route_TK[:, :, None] == kept_TK[:, None, :]
     new_TK, lost_TK = ~same_TKK.any(2), ~same_TKK.any(1)
-    # stable sorts put the common experts first, so the others are in the same positions after them
-    at_TK, from_TK = (mask_TK.to(torch.uint8).argsort(dim=1, stable=True) for mask_TK in (new_TK, lost_TK))
-    moved_TK = torch.where(new_TK.gather(1, at_TK), kept_TK.gather(1, from_TK), route_TK.gather(1, at_TK))
-    moved_TK = torch.empty_like(route_TK).scatter_(1, at_TK, moved_TK)
+    changed = new_TK.sum().view(1)
+    if route_TK.shape[1] == 1:
+        return kept_TK, changed
+    # Stable sorts put the common experts first, so the others are in the same positions after them. In fp32, which is
+    # exact for expert ids: an NPU sorts integers on its AI CPU, and scatters int64 or gathers bool there.
+    new_last_TK, at_TK = _sorted(new_TK)
+    from_TK = _sorted(lost_TK).indices
+    moved_TK = torch.where(new_last_TK.to(torch.bool), kept_TK.gather(1, from_TK), route_TK.gather(1, at_TK))
+    moved_TK = moved_TK.gather(1, _sorted(at_TK).indices)  # back to the positions of the router weights
     # a token that was sent to one expert twice has no such positions
-    fits_T = (moved_TK.sort(1).values == kept_TK.sort(1).values).all(1, keepdim=True)
-    return torch.where(fits_T, moved_TK, kept_TK), new_TK.sum().view(1)
+    fits_T = (_sorted(moved_TK).values == _sorted(kept_TK).values).all(1, keepdim=True)
+    return torch.where(fits_T, moved_TK, kept_TK), changed
+
+
+def _sorted(value_TK: torch.Tensor) -> torch.return_types.sort:
+    return value_TK.to(torch.float32).sort(dim=1, stable=True)

@@ -44,14 +44,19 @@ def unpermute(rows_RH: torch.Tensor, order_R: torch.Tensor, weight_TK: torch.Ten
     )
 
 
-def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
+def pairs(order_R: torch.Tensor) -> torch.Tensor:
+    """Which of the T * K (token, k) pairs each row is, integers `[T * K]`: `order_R` itself, in this back end."""
+    return order_R
+
+
+def unpermute_backward(grad_TH: torch.Tensor, pair_R: torch.Tensor, top_k: int) -> torch.Tensor:
     """The gradient of each row before its weight is applied, `[T * K, H]`: w times this is the gradient of the row."""
-    return grad_TH.index_select(0, order_R // top_k)
+    return grad_TH.index_select(0, pair_R // top_k)
 
 
-def rows_of(value_TK: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
+def rows_of(value_TK: torch.Tensor, pair_R: torch.Tensor) -> torch.Tensor:
     """From one number per (token, k) pair, `[T, K]`, to one per row, `[T * K]`."""
-    return value_TK.reshape(-1).index_select(0, order_R)
+    return value_TK.reshape(-1).index_select(0, pair_R)
 
 
 def rows_of_backward(value_R: torch.Tensor, order_R: torch.Tensor, out_TK: torch.Tensor) -> None:
@@ -76,6 +81,14 @@ def _transposed(rows_RH: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch
     pieces = rows_RH.split([n for row in counts for n in row])
     columns = len(counts[0])
     return torch.cat([piece for column in range(columns) for piece in pieces[column::columns]])
+
+
+def operand(rows_RH: torch.Tensor) -> torch.Tensor:
+    """Strided rows, or numbers `[R]`, that several kernels will read: contiguous if these would make copies of them.
+
+    Here these are the rows themselves.
+    """
+    return rows_RH
 
 
 def grouped_mm(

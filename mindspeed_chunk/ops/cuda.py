@@ -2,7 +2,7 @@
 
 Functions of `cpu.py` that are plain torch and do not wait are used from there; it documents arguments and results.
 Nothing here makes the host wait for the device, or the device for figures of the host. The host decides by the counts
-that it has, and kernels read `Groups.on_device`. Sums have a fixed order, without atomics (except for integers).
+that it has, and kernels read `Groups` on the device. Sums have a fixed order, without atomics (except for integers).
 
 R rows routed, H hidden, F output columns of a matmul, L experts here.
 """
@@ -23,7 +23,8 @@ from mindspeed_chunk.ops.groups import Groups
 
 permute, permute_backward = cpu.permute, cpu.permute_backward
 unpermute, unpermute_backward = cpu.unpermute, cpu.unpermute_backward
-rows_of, rows_of_backward = cpu.rows_of, cpu.rows_of_backward
+pairs, rows_of, rows_of_backward = cpu.pairs, cpu.rows_of, cpu.rows_of_backward
+operand = cpu.operand
 swiglu, swiglu_backward = cpu.swiglu, cpu.swiglu_backward
 
 # 2.10 has it under a public name; 2.8's raises on all devices except one kind, and 2.7 has none.
@@ -43,27 +44,12 @@ def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
 
 def regroup(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
     """See `cpu.regroup`."""
-    return rows_RH if groups.in_one_order else rows_RH.index_select(0, _transposed(groups.on_device, groups.num_rows))
+    return rows_RH if groups.in_one_order else rows_RH.index_select(0, groups.to_experts)
 
 
 def regroup_backward(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
     """See `cpu.regroup_backward`."""
-    return rows_RH if groups.in_one_order else rows_RH.index_select(0, _back(groups))
-
-
-def _back(groups: Groups) -> torch.Tensor:
-    return _transposed(groups.on_device.t(), groups.num_rows)
-
-
-def _transposed(counts_AB: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """For each place in (b, a) order, the row of (a, b) order: int64 `[R]`."""
-    counts_BA = counts_AB.t().flatten()
-    ends_AB = counts_AB.flatten().cumsum(0).view(counts_AB.shape)
-    # a block of rows moves as one piece, by the distance of its ends
-    distance_BA = ends_AB.t().flatten() - counts_BA.cumsum(0)
-    # without the output's size, repeat_interleave would read it from the device
-    distance_R = torch.repeat_interleave(distance_BA, counts_BA, output_size=num_rows)
-    return distance_R.add_(torch.arange(num_rows, device=counts_AB.device))
+    return rows_RH if groups.in_one_order else rows_RH.index_select(0, groups.to_sources)
 
 
 def grouped_mm(
@@ -84,7 +70,7 @@ def grouped_mm_back(
         return grouped_mm(rows_RH, weight_LHF, groups, out)
     if not _in_one_kernel(rows_RH, weight_LHF, groups):
         return cpu.grouped_mm_back(rows_RH, weight_LHF, groups, out)
-    return torch.index_select(_grouped_mm(rows_RH, weight_LHF, offs=groups.ends), 0, _back(groups), out=out)
+    return torch.index_select(_grouped_mm(rows_RH, weight_LHF, offs=groups.ends), 0, groups.to_sources, out=out)
 
 
 def grouped_mm_wgrad(rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Groups, total_LHF: torch.Tensor) -> None:

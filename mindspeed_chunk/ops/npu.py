@@ -4,8 +4,12 @@ Kernels read `Groups` on the device. The figures on the host give sizes and deci
 here waits for the device, and nothing is copied to it. If no kernel can be used, the CPU back end's plain torch runs,
 or an eager form in this module.
 
-R rows routed, T tokens, K experts per token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here, W
-columns of a row. The order of the rows is int32 `[T * K]`: the place of each (token, k) pair.
+Some operations of torch have no AiCore kernel for int64, or none at all: they run on the AI CPU, which is slow, and on
+some products also drives the all-to-alls. Others move one element at a time. `tests/ascend/costs.py` has the list, and
+its test counts what a layer call uses.
+
+R rows routed, T tokens, K experts per token, H hidden, I expert intermediate, F = 2I, L experts here, W columns of a
+row. The order of the rows is int32 `[T * K]`: the place of each (token, k) pair.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ _MAX_PAIRS = 2**24 - 2
 _MAX_TOP_K = 512
 _MAX_GROUPS = 1024
 _MAX_WIDTH = 65535
-_MAX_REROUTED_WIDTH = 16383
+# Larger integers are not exact in fp32.
+_MAX_FP32_INTEGER = 2**24
 
 
 def count(keys: torch.Tensor, num_bins: int) -> torch.Tensor:
-    # not bincount, which reads the smallest and the largest key on the host to get the size of its result
-    counts = keys.new_zeros(num_bins, dtype=torch.int32)
-    return counts.scatter_add_(0, keys.reshape(-1), counts.new_ones(1).expand(keys.numel())).to(torch.int64)
+    # not bincount, which reads the largest key on the host, nor a scatter, for which each core reads all keys; a bin
+    # has the width 1, and integers are sorted into it by division of integers
+    return torch.histc(keys.reshape(-1).to(torch.int64), num_bins, 0, num_bins)
 
 
 def permute(x_TH: torch.Tensor, route_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +49,13 @@ def permute(x_TH: torch.Tensor, route_TK: torch.Tensor) -> tuple[torch.Tensor, t
     op = find("npu_moe_token_permute", x_TH.dtype, needs)
     if op is not None:
         return op(x_TH, route_TK)
-    rows_RH, pair_R = cpu.permute(x_TH, route_TK)
-    place_R = torch.empty_like(pair_R).scatter_(0, pair_R, torch.arange(len(pair_R), device=pair_R.device))
-    return rows_RH, place_R.to(torch.int32)
+    pair_R = _argsort(route_TK.reshape(-1))
+    return x_TH.index_select(0, pair_R // route_TK.shape[1]), pairs(pair_R)
+
+
+def pairs(order_R: torch.Tensor) -> torch.Tensor:
+    # the inverse of a permutation: the order that sorts it
+    return _argsort(order_R)
 
 
 def permute_backward(grad_RH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -70,26 +79,25 @@ def unpermute(rows_RH: torch.Tensor, order_R: torch.Tensor, weight_TK: torch.Ten
     return op(rows_RH, order_R, probs=weight_TK)
 
 
-def unpermute_backward(grad_TH: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
-    # sorted by their places, rows go to where the forward put them; npu_moe_token_unpermute_grad would need the rows
-    return permute(grad_TH, order_R.view(-1, top_k))[0]
-
-
-def rows_of(value_TK: torch.Tensor, order_R: torch.Tensor) -> torch.Tensor:
-    value_R = value_TK.reshape(-1)
-    return torch.empty_like(value_R).scatter_(0, order_R.to(torch.int64), value_R)
+# npu_moe_token_unpermute_grad would need the rows
+unpermute_backward, rows_of = cpu.unpermute_backward, cpu.rows_of
 
 
 def rows_of_backward(value_R: torch.Tensor, order_R: torch.Tensor, out_TK: torch.Tensor) -> None:
     out_TK.view(-1).copy_(value_R.index_select(0, order_R))
 
 
+# npu_moe_re_routing, which is for this, uses as many cores as there are source ranks
 def regroup(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
-    return rows_RH if groups.in_one_order else _transposed(rows_RH, groups, groups.on_device)
+    return rows_RH if groups.in_one_order else rows_RH.index_select(0, groups.to_experts)
 
 
 def regroup_backward(rows_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
-    return rows_RH if groups.in_one_order else _transposed(rows_RH, groups, groups.on_device.t().contiguous())
+    return rows_RH if groups.in_one_order else rows_RH.index_select(0, groups.to_sources)
+
+
+def operand(rows_RH: torch.Tensor) -> torch.Tensor:
+    return rows_RH.contiguous()
 
 
 def grouped_mm(
@@ -105,7 +113,7 @@ def grouped_mm(
     (product_RF,) = op(
         [rows_RH.contiguous()],
         [weight_LHF],
-        group_list=_rows_per_expert(groups),
+        group_list=groups.of_experts,
         split_item=3,
         group_type=0,
         group_list_type=1,
@@ -130,8 +138,7 @@ def grouped_mm_wgrad(rows_RH: torch.Tensor, grad_RF: torch.Tensor, groups: Group
         op = find("npu_grouped_matmul_add_", rows_RH.dtype, needs)
         if op is not None:
             # where the rows of each expert end, not how many there are: every version of the op reads this
-            ends_L = _rows_per_expert(groups).cumsum(0)
-            op(total_LHF, rows_RH.contiguous(), grad_RF.contiguous(), ends_L, transpose_x=True)
+            op(total_LHF, rows_RH.contiguous(), grad_RF.contiguous(), groups.long_ends, transpose_x=True)
             return
     elif len(total_LHF) > 1:
         op = find("npu_grouped_matmul", rows_RH.dtype, needs)
@@ -165,34 +172,13 @@ def _by_token(rows_RW: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch
     return rows_RW.index_select(0, order_R).view(-1, top_k, rows_RW.shape[1])
 
 
-def _transposed(rows: torch.Tensor, groups: Groups, count_AB: torch.Tensor) -> torch.Tensor:
-    """From (a, b) order to (b, a) order; `[R, W]` or `[R]`.
-
-    Args:
-        count_AB: rows of each (a, b), contiguous: the figures of `Groups`, or their transpose.
-    """
-    if len(rows) == 0:
-        return rows
-    if rows.dim() == 2:
-        needs = {
-            f"rows of at most {_MAX_REROUTED_WIDTH} columns": rows.shape[1] <= _MAX_REROUTED_WIDTH,
-            "rows of every rank for every expert": all(map(all, groups.counts)),
-        }
-        op = find("npu_moe_re_routing", rows.dtype, needs)
-        if op is not None:
-            return op(rows, count_AB)[0]
-    # the distance by which each group moves, looked up per row; repeat_interleave may read sizes on the host
-    size_BA = count_AB.t().reshape(-1)
-    end_BA = size_BA.cumsum(0)
-    start_AB = count_AB.reshape(-1).cumsum(0).view_as(count_AB) - count_AB
-    move_BA = start_AB.t().reshape(-1) - (end_BA - size_BA)
-    place_R = torch.arange(len(rows), device=rows.device)
-    group_R = torch.searchsorted(end_BA, place_R, right=True)
-    return rows.index_select(0, place_R + move_BA.index_select(0, group_R))
-
-
-def _rows_per_expert(groups: Groups) -> torch.Tensor:
-    return groups.on_device.sum(0)
+def _argsort(value_R: torch.Tensor) -> torch.Tensor:
+    """The stable order of integers in [0, max(R, 2^24)), int32; integers have no sort except on the AI CPU."""
+    if len(value_R) <= _MAX_FP32_INTEGER:
+        value_R = value_R.to(torch.float32)
+    # one element has no other order, and no sort except on the AI CPU, either
+    order_R = value_R.argsort(stable=True) if len(value_R) > 1 else torch.zeros_like(value_R)
+    return order_R.to(torch.int32)
 
 
 def _matmul_needs(matrix_LHF: torch.Tensor) -> dict[str, bool]:
@@ -207,13 +193,13 @@ def _weight_grads(op: Callable, rows_RH: torch.Tensor, grad_RF: torch.Tensor, gr
     (grad_LHF,) = op(
         [rows_RH.contiguous().t()],
         [grad_RF.contiguous()],
-        group_list=_rows_per_expert(groups),
+        group_list=groups.of_experts,
         split_item=3,
         group_type=2,
         group_list_type=1,
     )
     if 0 in groups.rows_per_expert:  # the documentation does not say that the product of no rows is written
-        grad_LHF.masked_fill_((_rows_per_expert(groups) == 0)[:, None, None], 0)
+        grad_LHF.masked_fill_((groups.of_experts == 0)[:, None, None], 0)
     return grad_LHF
 
 

@@ -27,7 +27,6 @@ OPS: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
     "npu_moe_token_permute": (_BF16, _ALL),
     "npu_moe_token_permute_grad": (_BF16, _ALL),
     "npu_moe_token_unpermute": (_BF16, _ALL),
-    "npu_moe_re_routing": (_HALF, _HALF),
     "npu_grouped_matmul": (_ALL, _ALL),
     "npu_grouped_matmul_add_": (_HALF, _HALF),
     "npu_swiglu": (_ALL, _ALL),

@@ -96,12 +96,14 @@ FUNCTIONS: tuple[tuple[str, float, Callable[[BackEnd, Any], torch.Tensor]], ...]
     ("permute", MOVED, lambda b, t: b.permute(t.x, t.route)[0]),
     ("permute_backward", COMPUTED, lambda b, t: b.permute_backward(t.sent, t.order, K)),
     ("unpermute", COMPUTED, lambda b, t: b.unpermute(t.sent, t.order, t.weight)),
-    ("unpermute_backward", MOVED, lambda b, t: b.unpermute_backward(t.x, t.order, K)),
-    ("rows_of", MOVED, lambda b, t: b.rows_of(t.weight, t.order)),
+    ("pairs", MOVED, lambda b, t: b.pairs(t.order)),
+    ("unpermute_backward", MOVED, lambda b, t: b.unpermute_backward(t.x, b.pairs(t.order), K)),
+    ("rows_of", MOVED, lambda b, t: b.rows_of(t.weight, b.pairs(t.order))),
     ("rows_of_backward", MOVED, lambda b, t: _into(
         torch.zeros_like(t.weight), lambda out: b.rows_of_backward(t.sent[:, 0], t.order, out))),
     ("regroup", MOVED, lambda b, t: b.regroup(t.rows, t.groups)),
     ("regroup_backward", MOVED, lambda b, t: b.regroup_backward(t.rows, t.groups)),
+    ("operand", MOVED, lambda b, t: b.operand(t.rows[:, ::2])),
     ("grouped_mm", COMPUTED, lambda b, t: b.grouped_mm(t.rows, t.fc1, t.groups)),
     ("grouped_mm, into strided rows", COMPUTED, lambda b, t: _into(
         _strided(t), lambda out: b.grouped_mm(t.rows, t.fc1, t.groups, out=out))),

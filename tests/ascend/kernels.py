@@ -65,24 +65,6 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs=None, padded_
     return _summed(permuted_tokens, sorted_indices, probs.shape[1], probs)
 
 
-def npu_moe_re_routing(
-    tokens, expert_token_num_per_rank, *, per_token_scales=None, expert_token_num_type=1, idx_type=0, tokens_dtype=None
-):
-    counts = expert_token_num_per_rank
-    check(tokens.dtype in (FP16, BF16, torch.int8), f"tokens of {tokens.dtype}")
-    check(tokens.dim() == 2 and 0 < tokens.shape[1] < 16384, "tokens must be [rows, hidden], hidden below 16384")
-    check(counts.dtype in (torch.int32, torch.int64) and counts.dim() == 2, "counts must be integers [ranks, experts]")
-    check(bool((counts > 0).all()), "counts must be greater than 0")
-    check(counts.is_contiguous() and tokens.is_contiguous(), "no strides are described")
-    check(int(counts.sum()) == len(tokens), f"counts of {int(counts.sum())} rows, {len(tokens)} rows")
-    check((expert_token_num_type, idx_type, per_token_scales, tokens_dtype) == (1, 0, None, None), "not described here")
-    ranks, experts = counts.shape
-    pieces = torch.arange(len(tokens)).split(counts.flatten().tolist())
-    index = torch.cat([pieces[rank * experts + expert] for expert in range(experts) for rank in range(ranks)])
-    scales = torch.full((len(tokens),), torch.nan)
-    return tokens[index], scales, index.to(torch.int32), counts.sum(0)
-
-
 def npu_grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type):
     check(len(x) == len(weight) == 1, "a tensor each")
     (x,), (weight,) = x, weight
@@ -123,6 +105,15 @@ def npu_grouped_matmul_add_(
     for total, (part, w) in zip(self, _parts(x, sizes, weight), strict=True):
         total += part.t().float() @ w.float()
     return self
+
+
+def histc(self, bins=100, min=0, max=0):
+    """torch's own operation, with the integers that its CPU version refuses, and divided as in the kernel's source."""
+    check(self.dtype in (torch.int64, torch.int32), f"keys of {self.dtype}")
+    check(min < max, "without a range, the host reads the smallest and the largest key")
+    keys = self.flatten()
+    keys = keys[(keys >= min) & (keys <= max)]
+    return torch.bincount(((keys - min) * bins // (max - min)).clamp(max=bins - 1), minlength=bins).to(self.dtype)
 
 
 def npu_swiglu(self, dim=-1):

@@ -48,9 +48,10 @@ def moved_rows(npu):
         same(rows_RH, want_RH)
         same(pair_R[order_R.long()], torch.arange(tokens * 3))
         assert order_R.dtype == torch.int32
-        same(npu.unpermute_backward(x_TH, order_R, 3), want_RH)
+        same(npu.pairs(order_R).long(), pair_R)
+        same(npu.unpermute_backward(x_TH, npu.pairs(order_R), 3), want_RH)
         value_TK = normal(tokens, 3, dtype=dtype)
-        value_R = npu.rows_of(value_TK, order_R)
+        value_R = npu.rows_of(value_TK, npu.pairs(order_R))
         same(value_R, cpu.rows_of(value_TK, pair_R))
         out_TK, want_TK = torch.empty_like(value_TK), torch.empty_like(value_TK)
         cpu.rows_of_backward(value_R, pair_R, want_TK)
@@ -127,6 +128,13 @@ def counted(npu):
         same(npu.count(keys, 7), cpu.count(keys, 7))
 
 
+def operands(npu):
+    """A row with strides is made contiguous, and any other is not copied."""
+    rows = normal(5, 8)
+    same(npu.operand(rows[:, :6]), rows[:, :6])
+    assert npu.operand(rows[:, :6]).is_contiguous() and npu.operand(rows) is rows and cpu.operand(rows) is rows
+
+
 def ids_out_of_range(npu):
     """They are refused when the plan is read: until then the kernel must not see one below 0."""
     npu.permute(normal(2, 4, dtype=torch.bfloat16), torch.tensor([[0, -1], [9, 3]]))
@@ -146,7 +154,17 @@ def logged():
         logger.removeHandler(handler)
 
 
-VALUES = (moved_rows, summed_rows, regrouped_rows, matmuls, weight_gradients, activations, counted, ids_out_of_range)
+VALUES = (
+    moved_rows,
+    summed_rows,
+    regrouped_rows,
+    matmuls,
+    weight_gradients,
+    activations,
+    counted,
+    operands,
+    ids_out_of_range,
+)
 
 
 def missing_ops(npu):
@@ -167,7 +185,6 @@ def sizes_out_of_bounds(npu):
         "_MAX_TOP_K": ("npu_moe_token_permute needs at most 1 experts per token", moved_rows),
         "_MAX_GROUPS": ("npu_grouped_matmul needs at most 1 experts", matmuls),
         "_MAX_WIDTH": ("npu_grouped_matmul_add_ needs matrices of at most 1 rows and columns", weight_gradients),
-        "_MAX_REROUTED_WIDTH": ("npu_moe_re_routing needs rows of at most 1 columns", regrouped_rows),
     }
     for name, (told, check) in limits.items():
         with logged() as lines, mock.patch.object(npu, name, 1):

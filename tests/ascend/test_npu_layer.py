@@ -59,8 +59,7 @@ def test_results_are_those_of_the_cpu_back_end(wheel_folder, ranks, share):
     everywhere = Case(routing="balanced", tokens=(16,), dtype=torch.bfloat16)  # rows from every rank for every expert
     for differing, called in run_ranks(compare, ranks, wheel_folder, [*cases()[share], everywhere]):
         assert not differing
-        # one rank has its rows in order as they are
-        assert called == OPS.keys() - ({"npu_moe_re_routing"} if ranks == 1 else set())
+        assert called == OPS.keys()
 
 
 def move(rank, world_size, folder):

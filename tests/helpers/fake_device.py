@@ -126,6 +126,8 @@ class World(TorchDispatchMode):
             line.tick()
             if line is not self.main and tensors:
                 assert name == "copy_", f"{name} on a side stream: only copies are known there"
+                if not all(tensor.is_contiguous() for tensor in tensors):
+                    raise Race("a copy on a side stream of what is not contiguous: a device would wait for it")
                 line.join(line.clock)  # what was queued before on this stream is done by then
                 return self._late(line, name, args[0], args[1], args[1].clone())
             written = _written(func, args, kwargs)

@@ -25,7 +25,7 @@ _QUESTIONS = frozenset(
 )
 _FROM_HOST = frozenset("tensor as_tensor asarray from_numpy new_tensor".split())
 _SIZED_BY_VALUES = frozenset(
-    "_local_scalar_dense nonzero nonzero_numpy masked_select bincount histc _unique _unique2 unique_dim "
+    "_local_scalar_dense nonzero nonzero_numpy masked_select bincount _unique _unique2 unique_dim "
     "unique_consecutive equal is_nonzero".split()
 )
 
@@ -35,9 +35,13 @@ class HostSync(AssertionError):
 
 
 class _Host:
-    """Which storages are the host's."""
+    """Which storages are the host's.
+
+    makes: the call that runs makes a tensor there.
+    """
 
     def __init__(self):
+        self.makes = False
         self._storages = weakref.WeakKeyDictionary()
 
     def add(self, result):
@@ -68,8 +72,9 @@ class _Asked(TorchFunctionMode):
                         raise HostSync(f"{name} with a list, which is copied to the device")
         if name == "new_tensor" or (name in _FROM_HOST and "device" in kwargs):
             raise HostSync(f"{name}: figures of the host are copied to the device")
+        self.host.makes = not tensors and "device" not in kwargs
         result = func(*args, **kwargs)
-        if not tensors and "device" not in kwargs:
+        if self.host.makes:
             self.host.add(result)
         return result
 
@@ -98,6 +103,8 @@ class _Seen(TorchDispatchMode):
     def _look(name, args, kwargs):
         if name in _SIZED_BY_VALUES:
             raise HostSync(name)
+        if name == "histc" and kwargs.get("min", args[2:3]) == kwargs.get("max", args[3:4]):
+            raise HostSync("histc without a range")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise HostSync("repeat_interleave without output_size")
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
@@ -107,7 +114,10 @@ class _Seen(TorchDispatchMode):
 
 @contextmanager
 def no_host_sync():
-    """Raise `HostSync` where the host would wait for the device; `HostCopy` may, and its results are the host's."""
+    """Raise `HostSync` where the host would wait for the device; `HostCopy` may, and its results are the host's.
+
+    Yields what knows which tensors are the host's.
+    """
     host, wait = _Host(), HostCopy.wait
 
     def waited(copy):
@@ -123,7 +133,7 @@ def no_host_sync():
 
     patched = mock.patch.object(HostCopy, "wait", waited), mock.patch.object(draws, "generator_states", states)
     with patched[0], patched[1], _Asked(host), _Seen(host):
-        yield
+        yield host
 
 
 def _tensors(tree):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -83,6 +84,32 @@ def test_regroup_there_and_back(counts):
     expected = sorted(range(len(labels)), key=lambda i: (labels[i][1], labels[i][0], labels[i][2]))
     assert grouped[:, 0].tolist() == expected
     assert torch.equal(cpu.regroup_backward(grouped, groups), rows)
+
+
+CHUNKS = [((2, 0, 3), (1, 4, 0)), ((0, 0, 0), (0, 0, 0)), ((0, 1, 0), (5, 0, 2))]
+
+
+def test_what_kernels_read_of_all_chunks_is_made_at_once_and_right_for_each():
+    for groups, counts in zip(Groups.of_chunks(CHUNKS, torch.tensor(CHUNKS)), CHUNKS, strict=True):
+        places = torch.arange(groups.num_rows, dtype=torch.int32)
+        assert torch.equal(groups.to_experts, cpu.regroup(places, groups))
+        assert torch.equal(groups.to_sources, cpu.regroup_backward(places, groups))
+        assert groups.on_device.tolist() == [list(row) for row in counts]
+        assert groups.of_experts.tolist() == list(groups.rows_per_expert) and groups.of_experts.dtype == torch.int64
+        ends = list(itertools.accumulate(groups.rows_per_expert))
+        assert groups.ends.tolist() == groups.long_ends.tolist() == ends
+        assert (groups.ends.dtype, groups.long_ends.dtype) == (torch.int32, torch.int64)
+    nothing = Groups.of(CHUNKS[1])
+    assert nothing.to_experts.numel() == nothing.to_sources.numel() == 0
+
+
+def test_the_orders_of_a_direction_are_freed_with_it():
+    kept = Groups.of_chunks(CHUNKS, torch.tensor(CHUNKS))
+    here = Groups.for_direction(kept)
+    assert here == kept and here[0].to_experts is not kept[0].to_experts
+    order = weakref.ref(here[0].to_experts.untyped_storage())
+    del here
+    assert order() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -138,8 +138,10 @@ def expert_memory(
     backward = _BackwardLedger(shape, rows, keep, forward.kept)
     backward.run(build(schedule, len(rows), lookahead=lookahead, backward=True))
     narrow = shape.element_size == 2
-    # at the end, the totals are cast to the weights' format, all at once
-    backward_peak = max(backward.peak, backward.now + (shape.weight_elements * shape.element_size if narrow else 0))
+    # at the end, the totals are cast to the weights' format: fc2's, a third of them, is freed before fc1's is cast
+    backward_peak = max(
+        backward.peak, backward.now + (shape.weight_elements // 3 * shape.element_size if narrow else 0)
+    )
     weight_grads = shape.weight_elements * (_TOTAL if narrow else shape.element_size)
     return ExpertMemory(forward.kept, forward.peak, backward_peak, weight_grads)
 
@@ -276,9 +278,8 @@ class _BackwardLedger(_Ledger):
         self._free("received", c=c)
 
     def _row_dot(self, rows: ChunkRows) -> int:
-        """The products behind the router's gradient; narrow rows are widened first."""
-        elements = rows.received * self._shape.intermediate
-        return elements * (4 + 4 + 4 if self._shape.element_size == 2 else self._shape.element_size)
+        """The products behind the router's gradient, in fp32 for narrower rows."""
+        return rows.received * self._shape.intermediate * max(4, self._shape.element_size)
 
     def _weight_product(self) -> int:
         """A narrow weight gradient of one expert, made before it is added to the fp32 total."""
