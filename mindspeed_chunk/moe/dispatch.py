@@ -13,7 +13,6 @@ the ranks of a token, S rows sent, Q rows received, R rows at the experts (Q for
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -25,42 +24,27 @@ import torch
 from mindspeed_chunk.dist import group_rank, group_size
 from mindspeed_chunk.log import say_once
 from mindspeed_chunk.moe.arguments import Arguments
-from mindspeed_chunk.moe.costs.rows import PER_EXPERT, PER_RANK, LayerShape, row_bytes
+from mindspeed_chunk.moe.costs.rows import PER_RANK, chosen, share_of_bytes
 from mindspeed_chunk.moe.experts import AtExperts, NeedsGrad
 from mindspeed_chunk.moe.packing import Packing
 from mindspeed_chunk.moe.plan import ChunkPlan, rank_slots
 from mindspeed_chunk.ops import BackEnd
 from mindspeed_chunk.ops.groups import Groups
 
-# `auto` sends tokens per rank if that sends at most this share of the bytes: docs/DECISIONS.md has the measurements.
-_WORTHWHILE = 0.9
-
 Stored = Sequence[torch.Tensor]
 
 
-def share_of_bytes(shape: LayerShape, router_size: int) -> float:
-    """The bytes of a dispatch per rank in the four exchanges of a call, of those of a dispatch per expert."""
-    once, each = (dataclasses.replace(shape, dispatch=kind) for kind in (PER_RANK, PER_EXPERT))
-    sent = [kind.copies * sum(row_bytes(kind, "activations", router_size)) for kind in (once, each)]
-    return sent[0] / sent[1]
-
-
 def choose(setting: str, arguments: Arguments) -> str:
-    """The kind of a call's dispatch: a function of sizes and dtypes alone, so a resumed run chooses the same.
-
-    Args:
-        setting: `chunk_moe_dispatch`.
-    """
-    shape = arguments.shape()
-    if shape.ep == 1 or shape.top_k == 1 or setting == PER_EXPERT:
-        return PER_EXPERT
-    share = share_of_bytes(shape, arguments.routing_weights.element_size())
-    kind = PER_RANK if setting == PER_RANK or share <= _WORTHWHILE else PER_EXPERT
-    say_once(
-        logging.INFO,
-        f"Chunk MoE: chunk_moe_dispatch: {setting}: {kind}; with uniform routing, per_rank sends {share:.2f} of the "
-        f"bytes of per_expert ({shape.experts} experts, {shape.top_k} per token, {shape.ep} ranks)",
-    )
+    """The kind of a call's dispatch: "per_expert" or "per_rank"; `setting` is `chunk_moe_dispatch`. Logged once."""
+    shape, router_size = arguments.shape(), arguments.routing_weights.element_size()
+    kind = chosen(setting, shape, router_size)
+    if shape.ep > 1:
+        say_once(
+            logging.INFO,
+            f"Chunk MoE: chunk_moe_dispatch: {setting}: {kind}; with uniform routing, per_rank sends "
+            f"{share_of_bytes(shape, router_size):.2f} of the bytes of per_expert ({shape.experts} experts, "
+            f"{shape.top_k} per token, {shape.ep} ranks)",
+        )
     return kind
 
 

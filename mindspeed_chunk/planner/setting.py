@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.hardware import Device
-from mindspeed_chunk.moe.costs.rows import LayerShape
+from mindspeed_chunk.moe.costs.rows import LayerShape, chosen
 from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
@@ -116,9 +116,9 @@ class Setting:
         return min(max(1, job.chunk_loss // self.micro_batch), sequence) if job.chunk_loss else sequence
 
     def layer(self, job: Job) -> LayerShape:
-        """The MoE layer call; TP splits the experts' intermediate size."""
+        """The MoE layer call, with the default `chunk_moe_dispatch`; TP splits the experts' intermediate size."""
         model, layout = job.model, self.layout
-        return LayerShape(
+        shape = LayerShape(
             tokens=self.tokens(job),
             hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size // layout.tp,
@@ -127,6 +127,7 @@ class Setting:
             ep=layout.ep,
             element_size=job.element_size,
         )
+        return dataclasses.replace(shape, dispatch=chosen("auto", shape))
 
     def brief(self) -> str:
         """What is chosen for the layout, for a narrow column: batch, recompute, N, keep."""

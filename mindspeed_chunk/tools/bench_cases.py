@@ -2,11 +2,13 @@
 
 rolling:4               a schedule and a number of chunks; activations are kept
 rolling:4:rows          the same with another chunk_moe_keep: rows or input
+rolling:4:per_rank      with another chunk_moe_dispatch; without the word it is per_expert
 rolling:4:fill          with --shared-expert, that expert runs while the first and the last rows travel, not before
 rolling:4:ahead2        two chunks are dispatched ahead of the experts; ahead0: none
 rolling:1:whole         rows to another rank go out in one message, not in pieces of at most 1 MB
 alltoall                the plain dispatcher of this package
 host:alltoall           MindSpeed-MM's `ep_forward`; host:allgather is its other dispatcher
+rolling:4:rows:per_rank words can be combined, in any order
 all                     every schedule, 1, 2, 4 and 8 chunks, every memory mode
 """
 
@@ -22,16 +24,19 @@ from unittest import mock
 import torch
 
 from mindspeed_chunk import dist as wire
-from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.config import DISPATCHES, KEEPS, SCHEDULES, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
+from mindspeed_chunk.moe.costs.rows import PER_EXPERT
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.tools import bench_host
 
 WHOLE = "rolling:1:whole"
 # what other cases are compared with, where it takes part
 BASELINES = (WHOLE, "rolling:1", "alltoall", *bench_host.CASES)
-# what a case's name may ask for beside a value of chunk_moe_keep; not part of "all"
-_VARIANTS: dict[str, dict[str, Any]] = {
+# what the words after the number of chunks set; a word with the settings of another one contradicts it
+_WORDS: dict[str, dict[str, Any]] = {
+    **{keep: {"chunk_moe_keep": keep} for keep in KEEPS},
+    **{dispatch: {"chunk_moe_dispatch": dispatch} for dispatch in DISPATCHES},
     "fill": {},
     "whole": {},
     "ahead0": {"chunk_moe_lookahead": 0},
@@ -58,11 +63,24 @@ class BenchCase(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A name of the form `schedule:N[:mode]`, taken apart."""
+    """The parts of a name of the form `schedule:N[:word ...]`."""
 
     schedule: str
     chunks: int
-    mode: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def keep(self) -> str:
+        return next((word for word in self.words if word in KEEPS), KEEPS[0])
+
+    @property
+    def dispatch(self) -> str:
+        return next((word for word in self.words if word in DISPATCHES), PER_EXPERT)
+
+    @property
+    def mode(self) -> str:
+        """What is kept, and the other words, in one order."""
+        return ":".join((self.keep, *sorted(word for word in self.words if word not in KEEPS)))
 
 
 def parse(name: str) -> Parsed | None:
@@ -73,15 +91,15 @@ def parse(name: str) -> Parsed | None:
     """
     if name in ("alltoall", WHOLE, *bench_host.CASES):
         return None
-    schedule, chunks, mode = [*name.split(":"), KEEPS[0]][:3] if name.count(":") in (1, 2) else ("", "", "")
+    schedule, chunks, *words = name.split(":") if ":" in name else ("", "")
     number = int(chunks) if chunks.isdecimal() and len(chunks) < 10 else 0
     if schedule not in SCHEDULES or not 1 <= number <= _MOST_CHUNKS:
         raise ConfigError(
-            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe a "
-            f"value of chunk_moe_keep, such as rolling:4 or rolling:4:rows, or one of {WHOLE}, alltoall, "
+            f"case {name!r}: must be {' or '.join(SCHEDULES)} with a number of chunks up to {_MOST_CHUNKS} and maybe "
+            f"words after it, such as rolling:4 or rolling:4:rows:per_rank, or one of {WHOLE}, alltoall, "
             f"{', '.join(bench_host.CASES)}, all"
         )
-    parsed = Parsed(schedule, number, mode)
+    parsed = Parsed(schedule, number, tuple(words))
     try:
         _config(parsed)
     except ConfigError as error:
@@ -110,13 +128,13 @@ def uses_host(names: list[str]) -> bool:
 
 
 def build(name: str) -> BenchCase:
-    parsed = Parsed("rolling", 1, "whole") if name == WHOLE else parse(name)
+    parsed = Parsed("rolling", 1, ("whole",)) if name == WHOLE else parse(name)
     if parsed is None:
         return BenchCase(name, AllToAllDispatcher() if name == "alltoall" else bench_host.load(name), nullcontext())
     # a patch can be entered again and again
     whole = mock.patch.object(wire, "GLOO_PIECE_BYTES", math.inf)
-    around = whole if parsed.mode == "whole" else nullcontext()
-    return BenchCase(name, ChunkMoEDispatcher(_config(parsed)), around, fills=parsed.mode == "fill")
+    around = whole if "whole" in parsed.words else nullcontext()
+    return BenchCase(name, ChunkMoEDispatcher(_config(parsed)), around, fills="fill" in parsed.words)
 
 
 def _baselines_here() -> list[str]:
@@ -134,7 +152,13 @@ def _every() -> list[str]:
 
 
 def _config(parsed: Parsed) -> ChunkMoEConfig:
-    modes: dict[str, dict[str, Any]] = {keep: {"chunk_moe_keep": keep} for keep in KEEPS} | _VARIANTS
-    if parsed.mode not in modes:
-        raise ConfigError(f"mode {parsed.mode!r}: must be one of {', '.join(modes)}")
-    return ChunkMoEConfig(moe_num_chunks=parsed.chunks, chunk_moe_schedule=parsed.schedule, **modes[parsed.mode])
+    settings: dict[str, Any] = {"chunk_moe_dispatch": PER_EXPERT}
+    given: dict[str, str] = {}
+    for word in parsed.words:
+        if word not in _WORDS:
+            raise ConfigError(f"{word!r}: must be one of {', '.join(_WORDS)}")
+        for setting, value in _WORDS[word].items():
+            if setting in given:
+                raise ConfigError(f"{word!r}: contradicts {given[setting]!r}; remove one of the two")
+            given[setting], settings[setting] = word, value
+    return ChunkMoEConfig(moe_num_chunks=parsed.chunks, chunk_moe_schedule=parsed.schedule, **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -10,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import yaml
 
 import mindspeed_chunk
 from mindspeed_chunk import files
-from mindspeed_chunk.config import KEEPS
+from mindspeed_chunk.config import DISPATCHES, KEEPS
 from mindspeed_chunk.output import Table, drawable, terminal, wide_console
 from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
 from mindspeed_chunk.tools import environment, rates, stand_in
@@ -33,7 +33,7 @@ _HARDLY_SLOWER = 1.02
 ALONE, TOGETHER = "without peers", "between the ranks"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Measured:
     """One case on one link.
 
@@ -101,7 +101,7 @@ def report(options: argparse.Namespace, measured: list[Measured], device: dict[s
 def recommended(measured: list[Measured]) -> str | None:
     """The case with the fewest chunks among those that keep activations and are hardly slower than the fastest."""
     first = [each for each in measured if each.link == measured[0].link]
-    chunked = [(found.chunks, each) for each in first if (found := parse(each.case)) and found.mode == KEEPS[0]]
+    chunked = [(found.chunks, each) for each in first if (found := parse(each.case)) and found.keep == KEEPS[0]]
     fastest = min((each.median for _, each in chunked), default=0.0)
     near = [each for each in chunked if each[1].median <= _HARDLY_SLOWER * fastest]
     return min(near, key=lambda each: (each[0], each[1].median))[1].case if near else None
@@ -228,9 +228,10 @@ def _planned_table(options: argparse.Namespace, measured: list[Measured]) -> Tab
     )  # fmt: skip
     device, dtype, rows, first = load_device(options.device_file), rates.FORMATS[options.dtype], [], None
     for one in (each for each in measured if each.link == measured[0].link):
-        if (found := parse(one.case)) and found.mode in KEEPS:
-            schedule, n, keep = found
-            seconds = chunk_times(shape, device, num_chunks=n, schedule=schedule, keep=keep, dtype=dtype).total
+        if (found := parse(one.case)) and set(found.words) <= {*KEEPS, *DISPATCHES}:
+            this = dataclasses.replace(shape, dispatch=found.dispatch)
+            how = {"num_chunks": found.chunks, "schedule": found.schedule, "keep": found.keep}
+            seconds = chunk_times(this, device, dtype=dtype, **how).total
             base, planned = first = first or (one, seconds)
             ratio, predicted = one.ratio(base), seconds / planned
             rows.append((one.case, _ratio(ratio), f"{predicted:.2f}", f"{predicted / ratio[0] - 1:+.1%}"))

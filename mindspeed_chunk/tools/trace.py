@@ -45,7 +45,7 @@ def main() -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="mindspeed-chunk trace", description=__doc__)
-    parser.add_argument("--case", default="rolling:4", help="schedule:N[:mode], as in bench (default: rolling:4)")
+    parser.add_argument("--case", default="rolling:4", help="schedule:N[:word ...], as in bench (default: rolling:4)")
     parser.add_argument("--out", default="trace", metavar="PREFIX", help="of the files' names (default: trace)")
     parser.add_argument("--calls", type=int, default=5, help="recorded on CPUs, of which one is shown (default: 5)")
     add_layer_options(parser)
@@ -60,7 +60,7 @@ def _check(options: argparse.Namespace) -> dict[str, str]:
     except ConfigError as error:
         raise ConfigError(f"--{error}") from None
     if parsed is None:
-        rule = "it has no schedule to show; use schedule:N[:mode], such as rolling:4"
+        rule = "it has no schedule to show; use schedule:N[:word ...], such as rolling:4"
         raise ConfigError(f"--case {options.case}: {rule}")
     if options.out.endswith("/") or os.path.isdir(options.out):
         raise ConfigError(f"--out {shortened(options.out)}: is a folder; add the beginning of the files' names")

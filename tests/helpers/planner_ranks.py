@@ -79,9 +79,14 @@ def expert_memory(rank, world_size, overrides, shape):
     for keep in KEEPS:
         for schedule in SCHEDULES:
             for n in CHUNKS:
-                chunk_moe = ChunkMoEConfig(moe_num_chunks=n, chunk_moe_keep=keep, chunk_moe_schedule=schedule)
+                chunk_moe = ChunkMoEConfig(
+                    moe_num_chunks=n,
+                    chunk_moe_keep=keep,
+                    chunk_moe_schedule=schedule,
+                    chunk_moe_dispatch=shape.dispatch,
+                )
                 use_dispatcher([experts], dataclasses.replace(this.config, chunk_moe=chunk_moe), group)
-                rows = rows_of(indices, n, rank, text.num_experts)
+                rows = rows_of(indices, n, rank, text.num_experts, shape.dispatch)
                 predicted = planner.expert_memory(shape, num_chunks=n, schedule=schedule, keep=keep, rows=rows)
                 call = (experts, x_TH, index_TK, weight_TK, grad_TH)
                 layer_memory(*call)  # the agreements

@@ -11,8 +11,7 @@ from launcher import run_ranks
 from layer import Case, Layer, check, distance
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.moe.alltoall import AllToAllDispatcher
-from mindspeed_chunk.moe.costs.rows import LayerShape, ranks_per_token, row_bytes
-from mindspeed_chunk.moe.dispatch import share_of_bytes
+from mindspeed_chunk.moe.costs.rows import LayerShape, ranks_per_token, row_bytes, share_of_bytes
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
 from mindspeed_chunk.observe import observe
 

@@ -257,8 +257,14 @@ def test_rates_are_those_of_tc():
 
 def test_names_of_cases(monkeypatch, tmp_path):
     monkeypatch.delenv(bench_host.HOME, raising=False)
-    assert parse("rolling:4") == ("rolling", 4, "activations")
-    assert parse("pair:2:rows") == ("pair", 2, "rows")
+    assert parse("rolling:4") == ("rolling", 4, ()) and parse("rolling:4").keep == "activations"
+    assert parse("pair:2:rows") == ("pair", 2, ("rows",))
+    for name in ("rolling:4:rows:per_rank", "rolling:4:per_rank:rows"):
+        assert (parse(name).keep, parse(name).dispatch, parse(name).mode) == ("rows", "per_rank", "rows:per_rank")
+        assert build(name).dispatch.config.chunk_moe_dispatch == "per_rank"
+    assert build("rolling:4").dispatch.config.chunk_moe_dispatch == "per_expert"
+    with pytest.raises(ConfigError, match="'input': contradicts 'rows'; remove one of the two"):
+        parse("rolling:4:rows:input")
     assert parse("alltoall") is parse("rolling:1:whole") is None
     assert names_of("rolling:2,alltoall,rolling:2") == ["rolling:2", "alltoall"]
     assert names_of(None)[:3] == ["rolling:1:whole", "rolling:1", "alltoall"]

@@ -5,6 +5,7 @@ T tokens, H hidden, K experts per token, E experts, L = E / ep experts here, s b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from mindspeed_chunk.moe.packing import packed_bytes
 
 PER_EXPERT, PER_RANK = "per_expert", "per_rank"
 ID = 4  # bytes of an expert's id on the wire
+# `auto` sends a token per rank if that sends at most this share of the bytes: docs/DECISIONS.md.
+WORTHWHILE = 0.9
 
 
 class ChunkRows(NamedTuple):
@@ -117,8 +120,30 @@ def row_bytes(shape: LayerShape, keep: str, router_size: int = 0) -> RowBytes:
     )
 
 
+def share_of_bytes(shape: LayerShape, router_size: int = 0) -> float:
+    """The bytes of a dispatch per rank in the four exchanges of a call, divided by those of a dispatch per expert."""
+    once, each = (dataclasses.replace(shape, dispatch=kind) for kind in (PER_RANK, PER_EXPERT))
+    sent = [kind.copies * sum(row_bytes(kind, "activations", router_size)) for kind in (once, each)]
+    return sent[0] / sent[1]
+
+
+def chosen(setting: str, shape: LayerShape, router_size: int = 0) -> str:
+    """The kind of dispatch that a value of `chunk_moe_dispatch` means.
+
+    It is a function of sizes alone, so a resumed run has the same.
+
+    Args:
+        router_size: bytes of a router weight; 0: as of the rows.
+    """
+    if shape.ep == 1 or shape.top_k == 1:
+        return PER_EXPERT
+    if setting != "auto":
+        return setting
+    return PER_RANK if share_of_bytes(shape, router_size) <= WORTHWHILE else PER_EXPERT
+
+
 def balanced_rows(shape: LayerShape, num_chunks: int, imbalance: float = 1.0) -> tuple[ChunkRows, ...]:
-    """The rows of each chunk where every expert is equally popular.
+    """The rows of each chunk if every expert gets equally many.
 
     Args:
         imbalance: rows that the busiest rank receives, and its busiest expert, over the mean. No rank receives more
