@@ -3,10 +3,10 @@
 T tokens here, H hidden, K experts per token, R rows at the experts, I expert intermediate, F = 2I, L experts here,
 s bytes per element. Every buffer is entered in a ledger when the executor makes it and taken out when the executor
 frees it (`moe/executor.py`, `moe/dispatch.py`, `moe/experts.py`, `ops/cpu.py`); nothing is fitted to a measurement. Not
-counted: the layer's input, the weights, and what a library allocates inside of one operation.
+counted: the layer's input, the weights, and what a library allocates inside one operation.
 
 Without any walk: kept are K (H + 2I) s per token with "activations", K H s with "rows", nothing with "input", and
-8 bytes a row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
+8 bytes per row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
 their combine, and three own buffers; each one more that is dispatched ahead is one more of both. With a dispatch per
 rank, D rows per token are received once and kept, and the experts' rows are made from them whenever they are used.
 """
@@ -114,12 +114,9 @@ class _Ledger:
         self._hold("pairs", c, pairs * _INDEX, transient=2 * pairs * ID)
         self._hold(name, c, rows.at_experts * self._row, transient=rows.at_experts * _INDEX + pairs * ID)
 
-    def _sum(self, rows: int, *, weighted: bool = False) -> int:
-        """The sum of each token's rows, if some pairs have no row, needs the order of the rows by token.
-
-        With weights, it also needs the weight and the token of each row.
-        """
-        return rows * (2 * _INDEX + (self._shape.element_size + _INDEX if weighted else 0))
+    def _sum(self, rows: int, tokens: int) -> int:
+        """The sum of each token's rows, if some pairs have no row: indices of the rows by token, and of each token."""
+        return 2 * rows * _INDEX + 3 * tokens * _INDEX
 
     def _product(self, rows: ChunkRows) -> int:
         """Products are made expert by expert. Those of one expert are freed when the next one's exist."""
@@ -168,8 +165,9 @@ class _ForwardLedger(_Ledger):
         if self._shape.per_rank:
             self._hold("product", c, computed * self._row)
             self._free("activated", c=c)
-            weights = rows.received * self._shape.top_k * self._shape.element_size
-            self._hold("send", c, rows.received * self._row, transient=self._sum(computed, weighted=True) + weights)
+            weights = (rows.received * self._shape.top_k + computed) * self._shape.element_size
+            transient = self._sum(computed, rows.received) + weights
+            self._hold("send", c, rows.received * self._row, transient=transient)
             self._free("product", c=c)
         else:
             self._hold("send", c, rows.received * self._row, transient=self._product(rows))
@@ -182,7 +180,7 @@ class _ForwardLedger(_Ledger):
 
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
-        order = self._sum(rows.sent) if self._shape.per_rank else rows.sent * _INDEX
+        order = self._sum(rows.sent, rows.tokens) if self._shape.per_rank else rows.sent * _INDEX
         self._pass(order + max(rows.sent * _INDEX, rows.tokens * self._row))
         self._free("returned", c=c)
 
@@ -230,7 +228,7 @@ class _BackwardLedger(_Ledger):
         self._hold("send", c, rows.received * self._bytes.backward_combine, transient=self._product(rows))
         if self._shape.per_rank:
             router = computed * self._shape.element_size  # the gradients of the router weights
-            self._pass(expanded + self._sum(computed) + rows.received * self._row + router)
+            self._pass(expanded + self._sum(computed, rows.received) + rows.received * self._row + router)
         if self._keep == "input":
             self._pass(self._weight_product() + expanded)
             self._free("fc1 gradient", c=c)
@@ -247,7 +245,7 @@ class _BackwardLedger(_Ledger):
 
     def U(self, c: int, rows: ChunkRows) -> None:
         self._free("send", c=c)
-        order = self._sum(rows.sent) if self._shape.per_rank else rows.sent * _INDEX
+        order = self._sum(rows.sent, rows.tokens) if self._shape.per_rank else rows.sent * _INDEX
         transient = order + rows.tokens * self._bytes.backward_combine
         if ("input gradient", 0) not in self._held:
             self._hold("input gradient", 0, self._shape.tokens * self._row, transient=transient)

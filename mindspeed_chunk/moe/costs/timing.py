@@ -131,7 +131,7 @@ class _Costs:
         return collective_seconds(ALL_TO_ALL, max(sent, received) * row, self.span, self.device)
 
     def _packed(self, rows: ChunkRows, row: float) -> float:
-        """Tokens are copied beside their routing before they are permuted."""
+        """Tokens are copied next to their routing before they are permuted."""
         return 2 * rows.tokens * row if self.shape.per_rank else 0
 
     def _expanded(self, rows: ChunkRows) -> float:
