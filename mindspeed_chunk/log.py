@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Collection
+from typing import Any
 
 logger = logging.getLogger("mindspeed_chunk")
 _said: set[str] = set()
@@ -13,9 +15,8 @@ _said: set[str] = set()
 
 def say(level: int, text: str, ranks: Collection[int] = (0,)) -> None:
     """Log a line on these ranks: of the process group or, before there is one, of the launcher's environment."""
-    import torch.distributed as dist
-
-    in_group = dist.is_available() and dist.is_initialized()
+    dist: Any = sys.modules.get("torch.distributed")  # without it there is no group; a log line must not import torch
+    in_group = dist is not None and dist.is_available() and dist.is_initialized()
     # compared as text: a wrong variable is the launcher's to report
     if (str(dist.get_rank()) if in_group else os.environ.get("RANK", "0")) in map(str, ranks):
         with contextlib.suppress(Exception):  # a handler may fail, for example if stderr is closed; the step must go on

@@ -106,10 +106,10 @@ def _on_import(name: str, module: ModuleType) -> None:
 @functools.cache
 def _warn() -> None:
     from mindspeed_chunk import copies
-    from mindspeed_chunk.patches.record import log_once
+    from mindspeed_chunk.log import say
 
     for problem in (*copies.problems(), *settings.problems()):
-        log_once(logging.WARNING, f"mindspeed_chunk: {problem}")
+        say(logging.WARNING, problem)
 
 
 def _records(files: Iterable[str]) -> tuple[Patch, ...]:

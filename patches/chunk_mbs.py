@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ConfigError
+from mindspeed_chunk.log import say
 from mindspeed_chunk.patches import settings
-from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, log_once, signature_of
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, signature_of
 
 APPLIER = "mindspeed_mm.fsdp.features.apply_features"
 _NAME = "apply_chunkmbs_module"
@@ -95,7 +96,7 @@ def wrap(
         module.forward = chunk_mbs.wrap(name, module.forward, types.MethodType(type(module).forward, module))
         setattr(module.forward, _MARK, True)
     if modules:
-        log_once(logging.INFO, f"mindspeed_chunk: ChunkMBS is on, for {len(modules)} modules: {config}")
+        say(logging.INFO, f"ChunkMBS is on, for {len(modules)} modules: {config}")
 
 
 PATCH = Patch(

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_chunk.config import ChunkMoEConfig
+from mindspeed_chunk.log import say
 from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches import config_name, ep_dispatcher, recompute, settings
-from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Seam, Undo, log_once, signature_of
+from mindspeed_chunk.patches.record import NOT_NEEDED, Drifted, Patch, Seam, Undo, signature_of
 
 _SEAM = Seam("expert_parallelize_modules", importers=("mindspeed_mm.fsdp.distributed.torch_parallelize",))
 
@@ -32,7 +33,7 @@ def _bound(original: Callable) -> Callable:
         if plan.dispatcher != NAME:
             return original(modules, ep_mesh, plan)
         if settings.host_dispatcher_chosen():
-            log_once(logging.INFO, f"mindspeed_chunk: {settings.DISPATCHER}=host: the host's own {NAME} runs")
+            say(logging.INFO, f"{settings.DISPATCHER}=host: the host's own {NAME} runs")
             return original(modules, ep_mesh, plan)
         return original(modules, ep_mesh, _bind(modules, ep_mesh.get_group(), plan))
 
@@ -51,10 +52,10 @@ def _bind(model: Any, group: Any, ep_plan: Any) -> Any:
     # gate_up_proj [E, H, 2I] and down_proj [E, I, H] in every model of the host
     ep_dispatcher.activate(group, ChunkMoEDispatcher(config, weight_layout="LHF"))
     recompute.activate()
-    log_once(logging.INFO, f"mindspeed_chunk: Chunk MoE is on: {config}")
+    say(logging.INFO, f"Chunk MoE is on: {config}")
     if config_name.PATCH.state == NOT_NEEDED:
         choice = f"{settings.DISPATCHER}=host chooses it"
-        log_once(logging.INFO, f"mindspeed_chunk: the host's own {NAME} is not used ({choice})")
+        say(logging.INFO, f"the host's own {NAME} is not used ({choice})")
     seen = copy.copy(ep_plan)
     seen.dispatcher = settings.plain_name(type(ep_plan))
     return seen

@@ -11,10 +11,11 @@ import logging
 from typing import Any
 
 from mindspeed_chunk.config import FLAG, ConfigError
+from mindspeed_chunk.log import say
 from mindspeed_chunk.mbs import checks
 from mindspeed_chunk.mbs.checks import ENABLE
 from mindspeed_chunk.patches import chunk_mbs, features_applier, row_counts, settings
-from mindspeed_chunk.patches.record import APPLIED, log_once
+from mindspeed_chunk.patches.record import APPLIED
 
 
 def check(arguments: Any) -> None:
@@ -28,7 +29,7 @@ def check(arguments: Any) -> None:
         if not own:
             raise ConfigError.about(settings.CHUNK_MBS, "host", "this host does not have its own ChunkMBS", "unset it")
         # a warning, because the host has not set its log level yet
-        log_once(logging.WARNING, f"mindspeed_chunk: {settings.CHUNK_MBS}=host: the host's own ChunkMBS runs")
+        say(logging.WARNING, f"{settings.CHUNK_MBS}=host: the host's own ChunkMBS runs")
         return
     seam = chunk_mbs if own else features_applier
     if seam.PATCH.state != APPLIED:
@@ -78,5 +79,5 @@ def _check_memory(inner: checks.Inner) -> list[str]:
     except ConfigError as error:
         if settings.strict():
             raise
-        log_once(logging.WARNING, f"mindspeed_chunk: {error}")
+        say(logging.WARNING, str(error))
     return [switch for switch, patterns in inner.items() if patterns is not None]

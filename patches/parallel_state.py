@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.log import logger
 from mindspeed_chunk.mbs import checks as mbs_checks
 from mindspeed_chunk.moe import checks as moe_checks
 from mindspeed_chunk.patches import settings
-from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo, logger
+from mindspeed_chunk.patches.record import Drifted, Patch, Seam, Undo
 
 _NAME = "init_parallel_state"
 _SEAM = Seam(_NAME, importers=("mindspeed_mm.fsdp.train.trainer", "mindspeed_mm.fsdp.inference.inference_runner"))

@@ -5,17 +5,15 @@ Nothing heavy is imported here or by any patch at its top: the hooks are set whi
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger("mindspeed_chunk")
+from mindspeed_chunk.log import say
 
 WAITING = "waiting"  # its module has not been imported
 READY = "ready"  # it fits, and is applied when a run needs it
@@ -76,7 +74,7 @@ class Patch:
         except Exception as reason:  # a changed host may raise anything
             detail = str(reason) if isinstance(reason, Drifted) else f"{type(reason).__name__}: {reason}"
             self.state, self.detail = DRIFTED, detail
-            log_once(logging.WARNING, f"mindspeed_chunk: {self}; features that need it are not available")
+            say(logging.WARNING, f"{self}; features that need it are not available")
 
     def remove(self) -> None:
         if self.undo is not None:
@@ -88,13 +86,6 @@ class Patch:
         if self.state == DRIFTED:
             return f"{text}: expected {self.expects}, found {self.detail}"
         return f"{text}: {self.detail}" if self.detail else text
-
-
-def log_once(level: int, message: str) -> None:
-    """Log on rank 0, according to the launcher's environment."""
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(Exception):  # of a handler: stderr may be closed, and this is the host's import
-            logger.log(level, message)
 
 
 def signature_of(function: Callable) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 from mindspeed_chunk import model_config
 from mindspeed_chunk.config import ChunkMoEConfig, ConfigError
+from mindspeed_chunk.log import say
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import NAME
 from mindspeed_chunk.patches import config_name, ep_dispatcher, expert_parallel, mbs_checks, parallel_state, settings
-from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, log_once, signature_of
+from mindspeed_chunk.patches.record import APPLIED, Drifted, Patch, Undo, signature_of
 
 
 def apply(module: ModuleType) -> Undo:
@@ -75,7 +76,7 @@ def _check_chunk_moe(arguments: Any) -> None:
     except ConfigError as error:
         if settings.strict():
             raise
-        log_once(logging.WARNING, f"mindspeed_chunk: {error}")
+        say(logging.WARNING, str(error))
     checks.check_ranks(size, int(os.environ.get("WORLD_SIZE", size)))
     folder = getattr(arguments.model, "model_name_or_path", None)
     checks.check_experts(size, model_config.num_experts(model_config.read_text_config(folder)))

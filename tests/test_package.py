@@ -28,7 +28,7 @@ FLOORS = (
 )
 # What patches use of the packages below them: algorithms stand behind these doors.
 DOORS = (
-    "config consistency copies device dist model_config ops patches "
+    "config consistency copies device dist log model_config ops patches "
     "moe.arguments moe.checks moe.dispatcher moe.replay moe.shared_expert mbs.block mbs.checks"
 ).split()
 MACHINE_PATH = re.compile(r"(?<![\w.}])/(work|root|home|opt|mnt|Users)/\w")

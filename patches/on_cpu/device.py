@@ -14,8 +14,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from mindspeed_chunk.log import say
 from mindspeed_chunk.patches import settings
-from mindspeed_chunk.patches.record import Drifted, Patch, Undo, log_once
+from mindspeed_chunk.patches.record import Drifted, Patch, Undo
 
 _DEVICE_MODULE = "mindspeed_mm.fsdp.utils.device"
 _HELPERS = ("create_stream", "create_event", "get_current_stream", "switch_to_specified_stream")
@@ -167,7 +168,7 @@ def _init_without_device(original: Callable) -> Callable:
     @functools.wraps(original)
     def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> Any:
         if device_id is not None and device_id.type == "cpu":
-            log_once(logging.INFO, f"mindspeed_chunk: MindSpeed-MM runs on the CPU, since {settings.DEVICE}=cpu")
+            say(logging.INFO, f"MindSpeed-MM runs on the CPU, since {settings.DEVICE}=cpu")
         elif device_id is not None:
             kwargs["device_id"] = device_id
         return original(*args, **kwargs)
