@@ -16,29 +16,20 @@ the same other settings. Exits with 1 if a limit is exceeded:
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
+import example
+from example import CHUNK_MBS, LINEAR
 from mindspeed_chunk.dist import destroy
-from mindspeed_chunk.standalone.config import load_config
-from mindspeed_chunk.standalone.prepare import prepare
-from mindspeed_chunk.standalone.train import Trainer
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
 FIRST = 10
 BOUND_FP32 = 1e-5
 FALL = 1.0
 
 NO_RECOMPUTE = ("features.recompute=false",)
-ACCUMULATION = ("training.gradient_accumulation_steps=2", "training.micro_batch_size=2")
-# the balance loss is not linear in the batch, so accumulation has another one than the whole batch
-LINEAR = ("features.loss_cfg.router_aux_loss_coef=0",)
-ACCUMULATION_4 = ("training.gradient_accumulation_steps=4", "training.micro_batch_size=1")
-CHUNK_MBS = ("features.enable_chunk_mbs=true", "features.enable_activation_offload=true")
+ACCUMULATION, ACCUMULATION_4 = example.batch(2, 2), example.batch(1, 4)
 BF16 = ("parallel.fsdp_plan.param_dtype=bf16",)
 
 
@@ -113,11 +104,7 @@ def chosen(only):
 
 def curve(overrides, steps):
     """(loss, norm of the gradients) of each step."""
-    config, _ = load_config(
-        str(EXAMPLE / "tiny.yaml"), [f"model.model_name_or_path={EXAMPLE / 'tiny'}", *overrides], dist.get_world_size()
-    )
-    trainer = Trainer(prepare(config))
-    return [(losses["loss"], norm) for losses, norm in map(trainer.step, range(steps))]
+    return [(losses["loss"], norm) for losses, norm in map(example.trainer(*overrides).step, range(steps))]
 
 
 def distance(curve, base, steps):
@@ -133,11 +120,8 @@ def report(curves, steps, world_size):
     if "alltoall, bf16" in curves:
         bound_bf16, _ = distance(curves["alltoall, bf16"], curves["alltoall"], FIRST)
         title += f"; bf16 bound {bound_bf16:.1e}"
-    table = Table(title=title)
     headings = ("run", "first loss", "last loss", f"difference, {FIRST} steps", "its gradient norm")
-    for heading in (*headings, f"difference, {steps} steps", ""):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
-    failed = False
+    rows, failed = [], False
     for name, curve_ in curves.items():
         base, (first, _), (last, _) = curves.get(RUNS[name][1]), curve_[0], curve_[-1]
         verdict = "ok" if first - last > FALL else f"fell by less than {FALL}"
@@ -150,8 +134,8 @@ def report(curves, steps, world_size):
         if name.endswith("again") and curve_ != curves["N=4 rolling"]:
             verdict = "not bit-equal"
         failed |= verdict != "ok"
-        table.add_row(name, f"{first:.6f}", f"{last:.6f}", near, norm, far, verdict)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        rows.append((name, f"{first:.6f}", f"{last:.6f}", near, norm, far, verdict))
+    example.show(title, (*headings, f"difference, {steps} steps", ""), rows)
     return failed
 
 

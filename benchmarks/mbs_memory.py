@@ -14,16 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
+import example
 from mindspeed_chunk.dist import destroy
-from mindspeed_chunk.standalone.config import load_config
-from mindspeed_chunk.standalone.prepare import prepare
-from mindspeed_chunk.standalone.train import Trainer
 from mindspeed_chunk.tools.measure import LiveBytes
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
 SMALL, LARGE = 1, 8
 BOUND = 4.0
 
@@ -70,15 +65,9 @@ class Blocks:
     """One training step, watched between the first block and the last."""
 
     def __init__(self, options, size, overrides):
-        settings = (
-            f"model.model_name_or_path={EXAMPLE / 'tiny'}",
-            f"parallel.ep_plan.dispatcher={options.dispatcher}",
-            f"data.dataset_param.basic_parameters.cutoff_len={options.sequence}",
-            f"training.micro_batch_size={size}",
-            "features.loss_cfg.router_aux_loss_coef=0",
-        )
-        config, _ = load_config(EXAMPLE / "tiny.yaml", [*settings, *overrides], dist.get_world_size())
-        self.trainer = Trainer(prepare(config))
+        dispatcher = f"parallel.ep_plan.dispatcher={options.dispatcher}"
+        settings = (dispatcher, *example.sequence(options.sequence), *example.batch(size), *example.LINEAR)
+        self.trainer = example.trainer(*settings, *overrides)
         self.hidden = self.trainer.model.config.text_config.hidden_size
         self.watch: LiveBytes
         self.spans: list[tuple[float, float, int]] = []
@@ -113,16 +102,13 @@ class Blocks:
 
 def report(seen, unit):
     """Print the table; return the growth of the first run."""
-    table = Table(title=f"highest bytes alive in the blocks (kB); unit: {unit / 1e3:.0f} kB")
-    for column in ("run", f"batch {SMALL}", f"batch {LARGE}", "growth", "in units"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    growths = []
+    growths, rows = [], []
     for name in RUNS:
         small, large = seen[name, SMALL].peak, seen[name, LARGE].peak
         growths.append((large - small) / unit)
-        cells = (f"{value / 1e3:.0f}" for value in (small, large, large - small))
-        table.add_row(name, *cells, f"{growths[-1]:.2f}")
-    Console().print(table)
+        rows.append((name, *(f"{value / 1e3:.0f}" for value in (small, large, large - small)), f"{growths[-1]:.2f}"))
+    title = f"highest bytes alive in the blocks (kB); unit: {unit / 1e3:.0f} kB"
+    example.show(title, ("run", f"batch {SMALL}", f"batch {LARGE}", "growth", "in units"), rows)
     return growths[0]
 
 

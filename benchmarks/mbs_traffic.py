@@ -8,34 +8,23 @@ on rank 0. Exits with 1 where ChunkMBS takes more than one gather a direction an
 """
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
+import example
 from mindspeed_chunk.dist import destroy
-from mindspeed_chunk.standalone.config import load_config
-from mindspeed_chunk.standalone.prepare import prepare
-from mindspeed_chunk.standalone.train import Trainer
 from mindspeed_chunk.tools.measure import GATHER, REDUCE_SCATTER, Collectives
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3_5_35b"
 NAMES = {2: "experts", 4: "all others"}
 # four layers' experts; four layers, the embedding, the head and the rest
 EXPECTED = {(GATHER, 2): 8, (REDUCE_SCATTER, 2): 4, (GATHER, 4): 14, (REDUCE_SCATTER, 4): 7}
 
 
-def batch(size, accumulation):
-    return (f"training.micro_batch_size={size}", f"training.gradient_accumulation_steps={accumulation}")
-
-
-CHUNK_MBS = ("features.enable_chunk_mbs=true", "features.enable_activation_offload=true")
 RUNS = {
-    "one batch of 4": batch(4, 1),
-    "accumulation 4": batch(1, 4),
-    "ChunkMBS, 4 micro-chunks": batch(4, 1) + CHUNK_MBS,
+    "one batch of 4": example.batch(4),
+    "accumulation 4": example.batch(1, 4),
+    "ChunkMBS, 4 micro-chunks": example.batch(4) + example.CHUNK_MBS,
 }
 
 
@@ -58,9 +47,7 @@ def main():
 
 
 def count(overrides):
-    model = f"model.model_name_or_path={EXAMPLE / 'tiny'}"
-    config, _ = load_config(EXAMPLE / "tiny.yaml", [model, *overrides], dist.get_world_size())
-    trainer = Trainer(prepare(config))
+    trainer = example.trainer(*overrides)
     trainer.step(0)  # what happens only once is behind it
     with Collectives() as collectives:
         trainer.step(1)
@@ -68,15 +55,13 @@ def count(overrides):
 
 
 def report(counted):
-    table = Table(title="one step, by the unit's ranks: calls (MB)")
-    table.add_column("run")
     keys = [(kind, ranks) for ranks in NAMES for kind in (GATHER, REDUCE_SCATTER)]
-    for kind, ranks in keys:
-        table.add_column(f"{NAMES[ranks]}:\n{kind}", justify="right")
-    for (dispatcher, name), seen in counted.items():
-        cells = (f"{seen.calls[key]} ({seen.nbytes[key] / 1e6:.2f})" for key in keys)
-        table.add_row(f"{dispatcher}, {name}", *cells)
-    Console(width=110).print(table)
+    rows = [
+        (f"{dispatcher}, {name}", *(f"{seen.calls[key]} ({seen.nbytes[key] / 1e6:.2f})" for key in keys))
+        for (dispatcher, name), seen in counted.items()
+    ]
+    columns = ("run", *(f"{NAMES[ranks]}: {kind}" for kind, ranks in keys))
+    example.show("one step, by the unit's ranks: calls (MB)", columns, rows)
 
 
 if __name__ == "__main__":

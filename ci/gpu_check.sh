@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Checks this project on a GPU: values, times, memory; see device_check.py. It needs one GPU, at most 8 minutes, and no
-# network. Without a GPU it says so and ends with exit code 0.
+# Checks this project on the GPUs of this machine: see device_check.sh.
 #
 #   PYTHON  interpreter of an environment with torch for CUDA and this package (default: python)
-#   OUT     folder for record.json and trace.json (default: outputs/gpu_check)
-# Arguments go to device_check.py: bash ci/gpu_check.sh --gigabytes 25
+#   OUT     folder for the results (default: outputs/gpu_check)
+# Options of bench and trace can be added: bash ci/gpu_check.sh --ranks 4
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-timeout 480 "${PYTHON:-python}" ci/device_check.py --device cuda --out "${OUT:-outputs/gpu_check}" "$@"
+. ci/device_check.sh
+PYTHON=${PYTHON:-python} OUT=${OUT:-outputs/gpu_check}
+check_device cuda "$@"

@@ -115,13 +115,26 @@ def tokens(subject: Subject) -> int | None:
     return samples * length // (ulysses * ring) if min(samples, length, ulysses, ring) > 0 else None
 
 
+def _chunks(config: ChunkMoEConfig, num_tokens: int) -> int:
+    return config.moe_num_chunks or (-(-num_tokens // config.moe_chunk_size) if config.moe_chunk_size else 1)
+
+
+def chunk_bytes(subject: Subject) -> int:
+    """At most, of the rows in bf16 that a rank sends for a chunk; 0 if the yaml lacks a size."""
+    config, num_tokens, k = _read(subject)[0], tokens(subject), model_config.top_k(subject.text_config)
+    hidden = subject.text_config.get("hidden_size")
+    if not num_tokens or not k or not isinstance(hidden, int):
+        return 0
+    return 2 * hidden * k * -(-num_tokens // _chunks(config, num_tokens))
+
+
 def few_rows(subject: Subject) -> Iterator[Problem]:
     config, ep = _read(subject)[0], subject.get(SIZE, 1)
     k, experts = model_config.top_k(subject.text_config), model_config.num_experts(subject.text_config)
     num_tokens = tokens(subject)
     if not enabled(subject) or not num_tokens or not k or not experts or ep < 2:
         return
-    count = config.moe_num_chunks or (-(-num_tokens // config.moe_chunk_size) if config.moe_chunk_size else 1)
+    count = _chunks(config, num_tokens)
     rows = num_tokens * k * ep // (count * experts)
     if 1 < count <= num_tokens and rows < MIN_ROWS:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE

@@ -10,9 +10,9 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.moe.filler import Filler
 from mindspeed_chunk.observe import observe
+from mindspeed_chunk.tools import bench_values, devices
 from mindspeed_chunk.tools.bench_cases import BenchCase, build
-from mindspeed_chunk.tools.measure import LiveBytes, sent_to_others
+from mindspeed_chunk.tools.measure import sent_to_others
 from mindspeed_chunk.wording import shortened
 
 # relative to the largest value: sums in another order
@@ -35,8 +36,15 @@ _MOST_EXPONENT = 10
 _SETTLE_S = 0.01
 
 
-class ValuesDiffer(RuntimeError):
-    """A case does not compute what the plain dispatcher does; raised on every rank."""
+class NoResult(RuntimeError):
+    """A command has nothing to show; raised on every rank."""
+
+
+class ValuesDiffer(NoResult):
+    """The device computes a wrong value, or a case another one than the plain dispatcher."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; no times are shown"
 
 
 class Residency(NamedTuple):
@@ -104,20 +112,22 @@ class BenchLayer:
         group: the expert-parallel ranks, all of the world, or None for a layer that has all experts here.
 
     Attributes:
-        unit: bytes of the rows that this rank sends, T x K x H x element size; memory is told in it.
+        kind, device: "cpu", "cuda" or "npu", and what all tensors are on.
+        unit: bytes of the rows that this rank sends, T x K x H x element size; memory is in this unit.
     """
 
     def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
         self.group, self.num_experts = group, options.experts
+        self.kind, self.device = options.device, devices.here(options.device)
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.index_TK = routing(options, rank, ranks)
+        self.index_TK = routing(options, rank, ranks).to(self.device)
         (tokens, top_k), self.forward_only = self.index_TK.shape, options.forward_only
         dtype, self.tolerance = getattr(torch, options.dtype), TOLERANCES[options.dtype]
         generator = torch.Generator().manual_seed(rank)
         local, hidden, width = options.experts // ranks, options.hidden, options.intermediate
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
+            return (torch.randn(shape, generator=generator) * scale).to(self.device, dtype).requires_grad_()
 
         self.x_TH = normal(tokens, hidden)
         self.weight_TK = normal(tokens, top_k)
@@ -171,7 +181,7 @@ class BenchLayer:
         """
         expected, errors = self.run(build("alltoall")), {}
         for case in cases:
-            found = self._most([_distance(got, want) for got, want in zip(self.run(case), expected, strict=True)])
+            found = most([_distance(got, want) for got, want in zip(self.run(case), expected, strict=True)])
             errors[case.name] = max(found)
             for what, error in zip((*_RESULTS, *_SHARED), found, strict=False):
                 if not error <= self.tolerance:
@@ -179,28 +189,29 @@ class BenchLayer:
         return errors
 
     def time(self, case: BenchCase, calls: int = 1) -> float:
-        """Seconds a call, from a barrier to the end of the slower rank."""
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.run(case)
-        return self._most([(time.perf_counter() - start) / calls])[0]
+        """Seconds per call, from a barrier to the end of the slower rank."""
+
+        def run() -> None:
+            for _ in range(calls):
+                self.run(case)
+
+        return seconds_of(run, self.device) / calls
 
     def residency(self, case: BenchCase) -> Residency:
         """Bytes of storages that come into being in the call, so without the layer's inputs and weights.
 
-        kept: alive between forward and backward, without the output, which is whoever's comes next. peak: the most
+        kept: alive between forward and backward, without the output, which the next layer keeps. peak: the most
         alive at once in the forward, or in the backward less one buffer of the weights' gradients, whichever is more;
         with the output, which is held throughout, and the gradient of the input. Both are the least of several passes:
-        gloo's threads let go of the rows they have carried a moment after the wait.
+        gloo's threads release the rows that they have carried a moment after the wait. On a device: by its allocator.
         """
         passes = [self._residency(case) for _ in range(_MEMORY_PASSES)]
-        return Residency(*(int(max_of_ranks) for max_of_ranks in self._most([min(each) for each in zip(*passes)])))
+        return Residency(*(int(max_of_ranks) for max_of_ranks in most([min(each) for each in zip(*passes)])))
 
     def _residency(self, case: BenchCase) -> Residency:
         weight_grads = self.fc1_LHF.nbytes + self.fc2_LIH.nbytes
-        dist.barrier()
-        with self.around(case), LiveBytes() as live:
+        devices.barrier()
+        with self.around(case), devices.memory(self.device) as live:
             out_TH = self.forward(case)
             time.sleep(_SETTLE_S)
             kept, peak = live.now - out_TH.untyped_storage().nbytes(), live.peak
@@ -211,18 +222,63 @@ class BenchLayer:
         return Residency(kept, peak)
 
     def traffic(self, case: BenchCase) -> Traffic | None:
-        """None for MindSpeed-MM's code, which does not tell."""
+        """None for MindSpeed-MM's code, which does not report it."""
         with observe() as events:
             self.run(case)
         calls = sum(event.kind == "all_to_all" for event in events)
-        exchanges, sent = map(int, self._most([calls, sent_to_others(events)]))
+        exchanges, sent = map(int, most([calls, sent_to_others(events)]))
         return Traffic(exchanges, sent) if exchanges else None
 
-    def _most(self, values: list[float]) -> list[float]:
-        """Each value's largest over the ranks; NaN where one is."""
-        largest = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=float("inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.tolist()
+
+def check_device(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the device's values with those of a CPU, and then send rows between the devices.
+
+    Returns:
+        `values` and `wire_gb_per_s`, of the slowest rank, for a record.
+
+    Raises:
+        ValuesDiffer: on every rank, if a value is wrong on one.
+    """
+    place = devices.here(options.device)
+    values, rate = list(bench_values.check(place)), None
+    _refuse_wrong(values)
+    if not options.stand_in:
+        arrived, seconds_per_gb = bench_values.wire(place)
+        _refuse_wrong([arrived])
+        values, rate = [*values, arrived], 1 / most([seconds_per_gb])[0]
+    return {"values": [each._asdict() for each in values], "wire_gb_per_s": rate}
+
+
+def _refuse_wrong(values: list[bench_values.Value]) -> None:
+    wrong = [f"{each.what}: off by {each.error:.1e}, allowed {each.allowed:.0e}" for each in values if not each.right]
+    if most([len(wrong)])[0]:
+        raise ValuesDiffer("; ".join(wrong) or "another rank has wrong values")
+
+
+def check_cases(options: argparse.Namespace, layer: BenchLayer, cases: list[BenchCase]) -> dict[str, float]:
+    """`BenchLayer.check`; on a stand-in link, where no right rows arrive, of a smaller layer without peers."""
+    if options.stand_in:
+        experts, tokens = options.experts // options.ranks, -(-options.tokens // options.ranks)
+        small = {"experts": experts, "tokens": tokens, "top_k": min(options.top_k, experts), "routing": "balanced"}
+        layer = BenchLayer(argparse.Namespace(**{**vars(options), **small}), None)
+    return layer.check(cases)
+
+
+def most(values: list[float]) -> list[float]:
+    """Each value's largest over the ranks; infinite if one is NaN."""
+    largest = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=float("inf"))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def seconds_of(function: Callable[[], object], place: torch.device) -> float:
+    """Of the slowest rank, from a barrier to the end of what the function has queued."""
+    devices.barrier()
+    devices.synchronize(place)
+    start = time.perf_counter()
+    function()
+    devices.synchronize(place)
+    return most([time.perf_counter() - start])[0]
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import mindspeed_chunk
 from mindspeed_chunk import files
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.output import Table, drawable, terminal, wide_console
+from mindspeed_chunk.planner import LayerShape, chunk_times, load_device
+from mindspeed_chunk.tools import environment, rates, stand_in
 from mindspeed_chunk.tools.bench_cases import BASELINES, Parsed, parse
 from mindspeed_chunk.tools.bench_layer import Residency, Traffic
 from mindspeed_chunk.tools.link import bits_per_second
 
 UNLIMITED = "not limited"
+_HARDLY_SLOWER = 1.02
 # places of the overhead's measurement
 ALONE, TOGETHER = "without peers", "between the ranks"
 
@@ -35,7 +39,7 @@ class Measured:
 
     Attributes:
         seconds: of the slower rank, one a round; rounds are the same for all cases.
-        unit: bytes that memory is told in.
+        unit: bytes; memory is in this unit.
         error: largest relative difference to the plain dispatcher's values.
     """
 
@@ -67,15 +71,40 @@ class Measured:
         return self.median / base.median, low, high
 
 
-def report(options: argparse.Namespace, measured: list[Measured]) -> None:
-    """Print the tables, and write what files the options ask for."""
-    screen = wide_console()
+def report(options: argparse.Namespace, measured: list[Measured], device: dict[str, Any]) -> None:
+    """Print the tables, and write the files that the options name.
+
+    Args:
+        device: what else is known about it, for the record: its values, and maybe its rates.
+    """
+    screen, found = wide_console(), record(options, measured, device)
+    for line in found["environment"]["warnings"]:
+        screen.print(f"warning: {line}")
     for table in _tables(options, measured):
         screen.print(terminal(table))
+    rate = device["wire_gb_per_s"]
+    arrived = f"; every row arrived, {rate:.3g} GB/s or more from each rank" if rate else ""
+    screen.print(f"{len(device['values'])} values compared with fp32 on the CPU, all right{arrived}")
+    if options.stand_in:
+        screen.print(stand_in.NOTE)
+    if found["recommended"]:
+        screen.print(f"recommended: {found['recommended']}, the fewest chunks within 2 % of the fastest case")
     if options.json:
-        files.write(Path(options.json), json.dumps(record(options, measured), indent=1) + "\n", "--json")
+        files.write(Path(options.json), json.dumps(found, indent=1) + "\n", "--json")
+    if options.device_file:
+        files.write(Path(options.device_file), yaml.safe_dump(device["rates"], sort_keys=False), "--device-file")
+        screen.print(terminal(_planned_table(options, measured)))
     if options.png:
         draw(options, measured)
+
+
+def recommended(measured: list[Measured]) -> str | None:
+    """The case with the fewest chunks among those that keep activations and are hardly slower than the fastest."""
+    first = [each for each in measured if each.link == measured[0].link]
+    chunked = [(found.chunks, each) for each in first if (found := parse(each.case)) and found.mode == KEEPS[0]]
+    fastest = min((each.median for _, each in chunked), default=0.0)
+    near = [each for each in chunked if each[1].median <= _HARDLY_SLOWER * fastest]
+    return min(near, key=lambda each: (each[0], each[1].median))[1].case if near else None
 
 
 def baselines(measured: list[Measured]) -> list[Measured]:
@@ -87,22 +116,25 @@ def baselines(measured: list[Measured]) -> list[Measured]:
 def hidden_share(options: argparse.Namespace, limited: Measured, free: Measured) -> float | None:
     """1 - (time on the link - time without a limit) / (bytes that a rank sends in its all-to-alls / rate of the link).
 
-    None where nobody told the bytes.
+    None without the number of bytes.
     """
     if limited.traffic is None:
         return None
     return 1 - (limited.median - free.median) / (8 * limited.traffic.sent / bits_per_second(options.link))
 
 
-def record(options: argparse.Namespace, measured: list[Measured]) -> dict:
-    """All that is known of a run, for JSON."""
+def record(options: argparse.Namespace, measured: list[Measured], device: dict[str, Any]) -> dict:
+    """Everything about a run, for JSON."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "environment": environment.of_device(options.device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mindspeed_chunk": mindspeed_chunk.__version__,
-        "options": {key: value for key, value in vars(options).items() if key not in ("json", "png")},
+        "options": {key: value for key, value in vars(options).items() if key not in ("json", "png", "device_file")},
+        **device,
+        "recommended": recommended(measured),
         "memory_unit_bytes": measured[0].unit,
         "cases": [_entry(options, each, measured) for each in measured],
     }
@@ -130,7 +162,7 @@ def _entry(options: argparse.Namespace, one: Measured, measured: list[Measured])
 
 
 def _processor() -> str:
-    """Its model where the system tells, else its architecture."""
+    """Its model where the system shows it, else its architecture."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -153,7 +185,8 @@ def _case_table(options: argparse.Namespace, link: str, measured: list[Measured]
         for one in measured
     ]
     return Table(
-        f"one layer, {_passes(options)}, {options.ranks} ranks, routing {options.routing}, link {link}",
+        f"one layer, {_passes(options)}, {options.ranks} {options.device} ranks, {options.dtype}, "
+        f"routing {options.routing}, link {link}",
         ("case", "ms", *(f"to {base.case}" for base in bases), "kept", "peak"),
         rows,
         note=f"{_medians(options)}\nkept and peak: live bytes between forward and backward, and the most at once; "
@@ -185,6 +218,23 @@ def _hidden_table(options: argparse.Namespace, measured: list[Measured]) -> Tabl
     ]
     title = f"share of the wire's own time that is hidden, link {options.link}"
     return Table(title, ("case", "all-to-alls", "MB sent", "wire ms", "hidden"), rows)
+
+
+def _planned_table(options: argparse.Namespace, measured: list[Measured]) -> Table:
+    """The time relative to the first case with a schedule: as measured, and as `plan` predicts it."""
+    shape = LayerShape(
+        tokens=options.tokens, hidden=options.hidden, intermediate=options.intermediate, experts=options.experts,
+        top_k=options.top_k, ep=options.ranks, element_size=getattr(torch, options.dtype).itemsize,
+    )  # fmt: skip
+    device, dtype, rows, first = load_device(options.device_file), rates.FORMATS[options.dtype], [], None
+    for one in (each for each in measured if each.link == measured[0].link):
+        if (found := parse(one.case)) and found.mode in KEEPS:
+            schedule, n, keep = found
+            seconds = chunk_times(shape, device, num_chunks=n, schedule=schedule, keep=keep, dtype=dtype).total
+            base, planned = first = first or (one, seconds)
+            ratio, predicted = one.ratio(base), seconds / planned
+            rows.append((one.case, _ratio(ratio), f"{predicted:.2f}", f"{predicted / ratio[0] - 1:+.1%}"))
+    return Table(f"as planned from {options.device_file}", ("case", "measured", "planned", "error"), rows)
 
 
 def _passes(options: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ def main() -> int:
     if options.markdown:
         print(markdown())
         return 0
-    report = examine()
+    report = examine(options.config)
     if options.json:
         print(json.dumps(report, indent=1))
     else:
@@ -43,6 +43,7 @@ def _options() -> argparse.Namespace:
     forms.add_argument(
         "--markdown", action="store_true", help="the table of all patches, from their records; no checks"
     )
+    parser.add_argument("--config", metavar="CONFIG.yaml", help="compare HCCL's buffers with a chunk of this run")
     return parser.parse_args()
 
 
@@ -59,8 +60,11 @@ def markdown() -> str:
     )
 
 
-def examine() -> dict:
-    """The report: what `--json` prints. `ok` is false exactly if there are `reasons`."""
+def examine(config: str | None = None) -> dict:
+    """The report: what `--json` prints. `ok` is false exactly if there are `reasons`.
+
+    Raises ConfigError about the yaml.
+    """
     from mindspeed_chunk.patches import settings
     from mindspeed_chunk.patches.record import APPLIED, READY
 
@@ -85,10 +89,19 @@ def examine() -> dict:
         "backends": probed.get("backends", []),
         "chunkmoe": _chunkmoe(probed.get("host")),
     }
-    report["notes"] = [*probed.get("copies", copies.problems()), *_notes(report)]
+    warnings = environment.warnings(os.environ, report["device"], _chunk_bytes(config) if config else 0)
+    report["notes"] = [*probed.get("copies", copies.problems()), *_notes(report), *warnings]
     report["reasons"] = _reasons(report, probed)
     report["ok"] = not report["reasons"]
     return report
+
+
+def _chunk_bytes(config: str) -> int:
+    from mindspeed_chunk.lint.document import Document
+    from mindspeed_chunk.lint.rule import Subject
+    from mindspeed_chunk.lint.rules_moe import chunk_bytes
+
+    return chunk_bytes(Subject(Document.read(Path(config)), None, devices_per_node=8))
 
 
 def _without_patches() -> str:

@@ -1,17 +1,25 @@
-"""The part of `doctor` without heavy imports: versions, requirements, environment variables."""
+"""The parts of `doctor` and `check` without heavy imports: versions, requirements, environment variables."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import math
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
 PLUGIN = "mindspeed_chunk"
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_VARIABLES = ("ASCEND", "HCCL", "TORCH_", "PYTORCH_", "TASK_QUEUE", "MULTI_STREAM", "NCCL", "CUDA_")
+_HCCL_BUFFER_MB = 200  # HCCL's default
+# files, and the text before the version
+_DRIVERS = {"/usr/local/Ascend/driver/version.info": "Version=", "/proc/driver/nvidia/version": "Kernel Module"}
 # files below the toolkit's folder, and the key of the line with the version
 _CANN_FILES = (
     ("*-linux/ascend_toolkit_install.info", "version"),
@@ -49,6 +57,54 @@ def cann_version() -> str | None:
                     if name.strip() == key:
                         return value.strip()
     return None
+
+
+def driver_version() -> str | None:
+    """Of the first driver that the system shows: Ascend's, or NVIDIA's."""
+    for path, mark in _DRIVERS.items():
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+                if mark in line:
+                    return line.partition(mark)[2].strip()
+    return None
+
+
+def of_device(kind: str) -> dict[str, Any]:
+    """For a report about a device: versions, driver, variables, and warnings about these."""
+    from mindspeed_chunk.tools import devices
+
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {
+        "versions": versions(),
+        "driver": driver_version(),
+        "device": devices.name(kind),
+        "devices": devices.count(kind),
+        "variables": variables,
+        "warnings": warnings(variables, kind),
+    }
+
+
+def warnings(variables: Mapping[str, str], kind: str | None, chunk_bytes: float = 0.0) -> list[str]:
+    """What a variable of a device or of its communication library does to chunks.
+
+    Args:
+        kind: the device's; a variable without a meaning there has no warning.
+        chunk_bytes: of the rows that a rank sends for a chunk; 0 if unknown.
+    """
+    found = []
+    mode = variables.get("HCCL_OP_EXPANSION_MODE", "")
+    if "AIV" in mode.upper():
+        rule = "HCCL has it for inference with one communication group; training with several groups may hang"
+        found.append(f"HCCL_OP_EXPANSION_MODE={mode}: {rule}; unset it")
+    if kind != "npu" and variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        rule = "all streams share one queue, in which an all-to-all waits behind matmuls"
+        found.append(f"CUDA_DEVICE_MAX_CONNECTIONS=1: {rule}; unset it")
+    size, needed = variables.get("HCCL_BUFFSIZE", ""), math.ceil(chunk_bytes / 2**20)
+    buffer = int(size) if size.isdecimal() and len(size) < 10 else _HCCL_BUFFER_MB
+    if (size or kind == "npu") and buffer < needed:
+        rule = f"a chunk has {needed} MB, which HCCL sends in pieces of at most this size"
+        found.append(f"HCCL_BUFFSIZE={buffer}: {rule}; set {needed} or more, or use more chunks")
+    return found
 
 
 def broken_requirements() -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,14 @@ import torch.distributed as dist
 from mindspeed_chunk.command import variable
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.dist import destroy
-from mindspeed_chunk.tools.bench_layer import TOLERANCES, ValuesDiffer, routing
+from mindspeed_chunk.tools import devices, stand_in
+from mindspeed_chunk.tools.bench_layer import TOLERANCES, NoResult, routing
+from mindspeed_chunk.tools.link import bits_per_second
 from mindspeed_chunk.tools.parser import Parser, check_range
 from mindspeed_chunk.tools.ranks import is_rank, launch
 from mindspeed_chunk.wording import shortened
 
+_STAND_IN_RANKS = 8
 _LIMITS = {
     "ranks": (2, 64),
     "tokens": (1, 2**20),
@@ -40,35 +44,60 @@ def run_on_ranks(
     Args:
         module: the command's module.
         check: checks the options. Returns what the ranks need in their environment; raises ConfigError.
-        on_rank: raises ValuesDiffer on every rank or on none.
+        on_rank: raises NoResult on every rank or on none.
     """
     options = parser.parse_args()
-    if is_rank():
-        options.ranks = variable("WORLD_SIZE", 1)
     try:
+        if is_rank() and not options.stand_in:
+            options.ranks = variable("WORLD_SIZE", 1)
         environment = check(options)
         if not is_rank():
-            return launch(module, sys.argv[1:], options.ranks, options.link, environment)
+            processes, rate = (1, None) if options.stand_in else (options.ranks, options.link)
+            return launch(module, sys.argv[1:], processes, rate, environment)
     except ConfigError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     code = 0
-    try:
-        on_rank(options)
-    except ValuesDiffer as error:
-        code = 1
-        if dist.get_rank() == 0:
-            print(f"error: {error}; no times are shown", file=sys.stderr)
-    dist.barrier()
-    destroy()
+    with _group(options):
+        try:
+            on_rank(options)
+        except NoResult as error:
+            code = 1
+            if dist.get_rank() == 0:
+                print(f"error: {error}", file=sys.stderr)
+        devices.barrier()
+        destroy()
     return code
+
+
+@contextlib.contextmanager
+def _group(options: argparse.Namespace) -> Iterator[None]:
+    """The process group of this rank, which the block must leave."""
+    if options.stand_in:
+        with stand_in.played(devices.here(options.device), options.ranks, options.link):
+            yield
+    else:
+        devices.join(options.device, variable("LOCAL_RANK", 0))
+        yield
 
 
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
     """The options that `BenchLayer` reads, and those of the ranks."""
-    parser.add_argument("--ranks", type=int, default=2, help="all in one expert-parallel group (default: 2)")
-    parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
+    parser.add_argument("--device", choices=devices.COLLECTIVES, default="cpu", help="over gloo, NCCL or HCCL")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="all in one expert-parallel group (default: all devices; on CPUs 2; with --stand-in 8)",
+    )
+    parser.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="for a machine with one device: run one rank of --ranks, with copies and sleeps for its peers; --link is "
+        "then the rate that is played",
+    )
+    parser.add_argument(
+        "--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; on CPUs, where it needs root"
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=256, help="of an expert (default: 256)")
@@ -95,18 +124,38 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
 
 def check_layer(options: argparse.Namespace) -> None:
     """Raise ConfigError for options without a possible layer. A recorded routing sets its tokens and top-k."""
+    check_ranks(options)
     check_range(options, _LIMITS)
     if options.experts % options.ranks:
         raise ConfigError(f"--experts {options.experts}: must be a multiple of --ranks {options.ranks}")
     if options.top_k > options.experts:
         raise ConfigError(f"--top-k {options.top_k}: there are {options.experts} experts")
     needed, there = _least_bytes(options), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    if options.device == "cpu" and needed > there:
         raise ConfigError(
             f"--tokens, --hidden, --intermediate, --experts: the ranks need {needed / 1e9:.0f} GB or more, and this "
             f"machine has {there / 1e9:.0f} GB; make them smaller"
         )
     options.tokens, options.top_k = routing(options, 0, options.ranks).shape
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """Fill in the number of ranks."""
+    if reason := devices.missing(options.device):
+        raise ConfigError(f"--device {options.device}: {reason}")
+    there = devices.count(options.device)
+    if options.ranks is None:
+        options.ranks = _STAND_IN_RANKS if options.stand_in else there
+    if options.stand_in:
+        if options.link:
+            bits_per_second(options.link)
+    elif options.device != "cpu":
+        if options.link:
+            raise ConfigError("--link: only links between CPUs can be limited; leave it out, or add --stand-in")
+        if options.ranks > there:
+            raise ConfigError.about("--ranks", options.ranks, f"there are {there} devices", "correct it")
+        if there == 1:
+            raise ConfigError(f"--device {options.device}: there is one device, and a layer has peers; add --stand-in")
 
 
 def _least_bytes(options: argparse.Namespace) -> int:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_chunk import files
+from mindspeed_chunk.moe.schedule import KINDS
 from mindspeed_chunk.output import Table, drawable, markup
 from mindspeed_chunk.output import page as whole_page
 from mindspeed_chunk.tools.trace_record import (
     COMPUTE,
     Recording,
     Slice,
+    action_seconds,
     lay_out,
     lay_out_simulated,
     summarise,
@@ -33,6 +35,9 @@ svg { width: 100%; height: auto; display: block } svg text { font: 11px system-u
 svg text.in { fill: #fff; pointer-events: none; text-anchor: middle } svg rect:hover { opacity: .7 }
 .key { display: inline-block; width: .9em; height: .9em; margin: 0 .35em 0 1em; vertical-align: -.1em }
 """
+
+
+_ACTIONS = "P permute, D dispatch, E experts, C combine, W weight gradients, U unpermute"
 
 
 class Row(NamedTuple):
@@ -144,6 +149,16 @@ def summary_table(title: str, records: list[Recording]) -> Table:
     )  # fmt: skip
 
 
+def action_table(records: list[Recording]) -> Table:
+    """The time of each kind of action, by rank and direction: D and C on the wire, the others computing."""
+    rows = []
+    for record in records:
+        for one in record.passes:
+            seconds = action_seconds(one).values()
+            rows.append([f"{record.rank}, {one.name}", *(f"{1e3 * each:.2f}" for each in seconds)])
+    return Table("ms by action", ("rank, direction", *KINDS), rows, note=_ACTIONS)
+
+
 def _ms(key: str) -> Callable[[dict], str]:
     return lambda each: f"{1e3 * each[key]:.2f}"
 
@@ -153,10 +168,7 @@ def _key(records: list[Recording]) -> str:
     named = [(_COLOURS[chunk % len(_COLOURS)], f"chunk {chunk}") for chunk in chunks]
     named += [(_EXPOSED, "exposed communication"), (_OTHER, "launches, plan, rest")]
     marks = "".join(f'<span class="key" style="background: {shade}"></span>{text}' for shade, text in named)
-    return (
-        f"<p>{marks}</p><p>P permute, D dispatch, E experts, C combine, W weight gradients, U unpermute, each with its "
-        "chunk. Hold the pointer over a span for its time.</p>"
-    )
+    return f"<p>{marks}</p><p>{_ACTIONS}, each with its chunk. Hold the pointer over a span for its time.</p>"
 
 
 def _drawing(record: Recording) -> str:

@@ -118,7 +118,8 @@ class _Watched:
 
     def __init__(self, work: Any, transfer: Transfer) -> None:
         self._work, self._transfer = work, transfer
-        work.get_future().add_done_callback(self._done)
+        if hasattr(work, "get_future"):  # a stand-in has none
+            work.get_future().add_done_callback(self._done)
 
     def wait(self, *args: Any) -> Any:
         begin = time.perf_counter()
@@ -240,6 +241,12 @@ def summarise(one: Pass) -> Summary:
         simulated=timeline.total,
         simulated_exposed=timeline.exposed,
     )
+
+
+def action_seconds(one: Pass) -> dict[str, float]:
+    """The time of each kind of action: D and C on the wire, the others computing."""
+    spans = [span for span in lay_out(one) if (span.lane == COMPUTE) != (span.kind in "DC")]
+    return {kind: sum(span.length for span in spans if span.kind == kind) for kind in KINDS}
 
 
 def simulated(one: Pass) -> Timeline:

@@ -1,60 +1,36 @@
-"""ci/npu_check.sh without an NPU, and the check of the all-to-all that it makes, on CPU ranks."""
+"""ci/npu_check.sh, bench and trace to their end on played NPUs, with the real wheel; and the script without an NPU."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-import torch.distributed as dist
+import pytest
 
-from launcher import HANG_S, run_ranks, torchrun
-
-CI = Path(__file__).parents[2] / "ci"
-
-
-def run(*command, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(CI.parent), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
+import played_device
+from device_commands import CASES, SIZES, assert_complete, command, run
 
 
 def test_without_an_npu_it_says_why_it_does_nothing(tmp_path):
-    done = run("bash", str(CI / "npu_check.sh"), PYTHON=sys.executable, OUT=str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("skipped: torch_npu ") and not (tmp_path / "out").exists()
+    ended = run("env", f"PYTHON={sys.executable}", f"OUT={tmp_path / 'out'}", "bash", "ci/npu_check.sh")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("skipped: torch_npu ") and not (tmp_path / "out").exists()
 
 
-def test_rows_that_arrive_are_told_of_in_a_table_and_a_record(tmp_path):
-    script = (str(CI / "wire_check.py"), "--device", "cpu", "--out", str(tmp_path))
-    done = run(*torchrun(2), *script, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert "all-to-all over gloo, 2 ranks, there and back: every row arrived" in done.stdout
-    record = json.loads((tmp_path / "wire.json").read_text())
-    assert [told["rows"] for told in record["by_rank"]] == [32, 96]  # 0 and 32; 32 and 64
+def test_npu_check_runs_to_its_end(wheel_folder, tmp_path):
+    changes = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CASES": CASES, "NPUS": "2"}
+    environment = {**played_device.environment("npu", 3, wheel_folder), **changes}
+    record, report = assert_complete(tmp_path, run("bash", "ci/npu_check.sh", *SIZES, environment=environment), ranks=2)
+    assert record["wire_gb_per_s"] > 0 and record["environment"]["devices"] == 3
+    assert "2 npu ranks" in report and "stand-in" not in report and "every row arrived" in report
 
 
-def lose_rows(rank, world_size):
-    """The first lines of `exchange` that notice, on a wire that reports success and brings zeros."""
-    sys.path.insert(0, str(CI))
-    import torch
-    import wire_check
-
-    original = dist.all_to_all_single
-
-    def zeros(output, *args, **kwargs):
-        work = original(output, *args, **kwargs)
-        work.wait()
-        output.zero_()
-        return work
-
-    dist.all_to_all_single = zeros
-    try:
-        wire_check.exchange(rank, world_size, 8, torch.device("cpu"))
-    except ValueError as error:
-        return str(error)
-
-
-def test_rows_that_are_lost_are_an_error_on_every_rank():
-    for told in run_ranks(lose_rows, 2):
-        assert "rank 0: rows of 2048 bf16 columns, [0, 4] of them, did not arrive as they were sent" in told
-        assert "rank 1: " in told
+@pytest.mark.slow
+def test_bench_and_trace_run_to_their_end_on_one_npu(wheel_folder, tmp_path):
+    """Its peers are played."""
+    environment = played_device.environment("npu", 1, wheel_folder)
+    stand_in = ("--device", "npu", "--stand-in", "--ranks", "4", "--link", "200gbit")
+    words = (*stand_in, "--cases", CASES, "--repeats", "3", "--hidden-share")
+    ended = command("bench", *words, environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "4 npu ranks" in ended.stdout and "hidden" in ended.stdout and "A real link hides less" in ended.stdout
+    ended = command("trace", *stand_in, "--out", tmp_path / "layer", environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "0, backward" in ended.stdout and "A real link hides less" in ended.stdout
