@@ -13,7 +13,11 @@ from alive import growth
 from launcher import HANG_S, run_ranks
 from layer import Case, Layer, distance, recomputed
 from mindspeed_chunk.config import KEEPS
+from mindspeed_chunk.moe.activation import SwiGLU
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+from mindspeed_chunk.moe.experts import NeedsGrad, Totals, _row_dot
+from mindspeed_chunk.ops import cpu
+from mindspeed_chunk.tools.measure import LiveBytes
 
 
 def leaves_of(layer):
@@ -133,6 +137,25 @@ def run_steps(rank, world_size, keep, blockwise):
 @pytest.mark.parametrize("keep, blockwise", [("activations", True), ("rows", True), ("input", False)])
 def test_memory_is_flat_over_50_steps(keep, blockwise):
     assert run_ranks(run_steps, 2, keep, blockwise) == [0, 0]
+
+
+def test_the_sums_of_narrow_weight_gradients_are_freed_one_at_a_time():
+    fc1_LHF, fc2_LIH = torch.zeros(3, 8, 10, dtype=torch.bfloat16), torch.zeros(3, 5, 8, dtype=torch.bfloat16)
+    needs = NeedsGrad(rows=True, weights=True, fc1=True, fc2=True, activation=False)
+    with LiveBytes() as live:
+        totals = Totals(needs, fc1_LHF, fc2_LIH, SwiGLU(cpu, 0.0), transposed=False)
+        sums = live.peak = live.now
+        grads = totals.grads(fc1_LHF, fc2_LIH)
+        assert live.now == fc1_LHF.nbytes + fc2_LIH.nbytes and live.peak == sums + fc2_LIH.nbytes
+    assert [grad.shape for grad in grads] == [fc1_LHF.shape, fc2_LIH.shape]
+
+
+def test_the_router_gradient_of_narrow_rows_takes_one_wide_tensor():
+    left_RI, right_RI = (torch.randn(64, 32, dtype=torch.bfloat16) for _ in range(2))
+    with LiveBytes() as live:
+        found_R = _row_dot(left_RI, right_RI)
+        assert live.peak == 64 * 32 * 4 + 64 * 4
+    assert torch.equal(found_R, (left_RI.float() * right_RI.float()).sum(-1))
 
 
 def test_import_touches_no_device_and_no_process_group():
