@@ -196,8 +196,9 @@ def agree(
             f"{key}: " + ", ".join(f"{values.get(key)} on rank {rank}" for rank, values in by_rank.items())
             for key in differing
         )
-        rule = "the ranks of an expert-parallel group must agree on every setting of Chunk MoE"
-        raise ValueError(f"{rule}, but {differences}")
+        raise ValueError(
+            f"the ranks of an expert-parallel group must agree on every setting of Chunk MoE, but {differences}"
+        )
 
 
 def destroy() -> None:

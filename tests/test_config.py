@@ -34,6 +34,7 @@ def test_defaults_mean_one_chunk_rolling():
         "chunk_moe_recompute": False,
         "chunk_moe_keep": "",
         "chunk_moe_skip_unread": False,
+        "chunk_moe_dispatch": "auto",
         "chunk_moe_schedule": "rolling",
         "chunk_moe_lookahead": 1,
         "chunk_moe_overlap_shared_expert": False,

@@ -48,7 +48,6 @@ RELEASED = "## [0.1.0]"  # entries of the changelog from here on stay as they ar
 FOLDERS = ("mindspeed_chunk", "patches", "ci", "benchmarks", "examples", "docs")
 # Files that are not in plain words yet, with the number of words to replace: a file without any is taken out.
 NOT_YET: dict[str, int] = {
-    "mindspeed_chunk/tools/bench_cases.py": 1,
     "mindspeed_chunk/tools/bench_layer.py": 6,
     "mindspeed_chunk/tools/bench_report.py": 5,
     "mindspeed_chunk/tools/trace_files.py": 3,

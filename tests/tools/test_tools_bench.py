@@ -169,7 +169,7 @@ def test_overhead_command(tmp_path):
         (("--cases", "spiral:4"), "case 'spiral:4'"),
         (("--cases", "rolling:4:fill"), "--cases: fill needs --shared-expert"),
         (("--cases", "pair:4:ahead2"), "case 'pair:4:ahead2': chunk_moe_lookahead: 2: has no meaning"),
-        (("--cases", "rolling:4:half"), "mode 'half': must be one of activations, rows, input"),
+        (("--cases", "rolling:4:half"), "case 'rolling:4:half': 'half': must be one of activations, rows, input"),
         (("--experts", "5"), "--experts 5: must be a multiple of --ranks 2"),
         (("--top-k", "9"), "--top-k 9: there are 4 experts"),
         (("--ranks", "1"), "--ranks: 1: must be at least 2 and at most 64"),

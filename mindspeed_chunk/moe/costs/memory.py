@@ -5,10 +5,10 @@ s bytes per element. Every buffer is entered in a ledger when the executor makes
 frees it (`moe/executor.py`, `moe/dispatch.py`, `moe/experts.py`, `ops/cpu.py`); nothing is fitted to a measurement. Not
 counted: the layer's input, the weights, and what a library allocates inside one operation.
 
-Without any walk: kept are K (H + 2I) s per token with "activations", K H s with "rows", nothing with "input", and
-8 bytes per row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and
-their combine, and three own buffers; each one more that is dispatched ahead is one more of both. With a dispatch per
-rank, D rows per token are received once and kept, and the experts' rows are made from them whenever they are used.
+In formulas: kept are K (H + 2I) s per token with "activations", K H s with "rows", nothing with "input", and 8 bytes
+per row for the order of the rows. With N chunks of ceil(T / N) tokens, two of them are between their dispatch and their
+combine, and three own buffers. Each additional chunk that is dispatched ahead adds one to both numbers. With a dispatch
+per rank, D rows per token are received and kept, and the experts' rows are made from them whenever they are used.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class ChunkRows(NamedTuple):
 
     @property
     def at_experts(self) -> int:
+        """Rows that the experts compute."""
         return self.computed or self.received
 
 
