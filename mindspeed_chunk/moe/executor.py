@@ -154,7 +154,7 @@ def forward(
                 if keep in ("rows", "activations"):
                     result.kept += stored
                 if keep == "activations":
-                    result.kept.append(fc1_RF)
+                    result.kept.append(cast(torch.Tensor, fc1_RF))
                 if call.output:
                     activated_RI = experts.activate(cast(torch.Tensor, fc1_RF), c)
                     del fc1_RF
@@ -221,9 +221,9 @@ def backward(
                 chunk.dispatch(plan.wait()[c], call.group, str(action))
             elif kind == "E":
                 groups_N = groups_N or plan.groups()
-                stored, fc1_RF = tuple(kept[c * per_chunk : (c + 1) * per_chunk]), None
+                stored, fc1_RF = list(kept[c * per_chunk : (c + 1) * per_chunk]), None
                 if call.keep == "activations":
-                    *stored, fc1_RF = stored
+                    fc1_RF = stored.pop()
                 arrived = dispatch.receive_grads(chunk.arrived(), stored, groups_N[c])
                 chunk.operands, weight_grad_R = experts.input_grad(
                     arrived, fc1_RF, groups_N[c], c, needs, totals.activation

@@ -230,7 +230,7 @@ def _planned_table(options: argparse.Namespace, measured: list[Measured]) -> Tab
     for one in (each for each in measured if each.link == measured[0].link):
         if (found := parse(one.case)) and set(found.words) <= {*KEEPS, *DISPATCHES}:
             this = dataclasses.replace(shape, dispatch=found.dispatch)
-            how = {"num_chunks": found.chunks, "schedule": found.schedule, "keep": found.keep}
+            how: dict[str, Any] = {"num_chunks": found.chunks, "schedule": found.schedule, "keep": found.keep}
             seconds = chunk_times(this, device, dtype=dtype, **how).total
             base, planned = first = first or (one, seconds)
             ratio, predicted = one.ratio(base), seconds / planned
