@@ -160,6 +160,7 @@ def test_the_expected_number_of_ranks_is_that_of_drawn_tokens():
         drawn = torch.rand(20000, experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
         counted = (drawn[:, :, None] * ranks // experts == torch.arange(ranks)).any(1).sum(1).double().mean().item()
         assert ranks_per_token(experts, top_k, ranks) == pytest.approx(counted, rel=0.01)
+    assert ranks_per_token(4, 5, 2) == 2  # more choices than experts
     assert ranks_per_token(8, 8, 4) == 4 and ranks_per_token(8, 1, 8) == 1
 
 

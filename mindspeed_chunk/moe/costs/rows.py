@@ -91,6 +91,8 @@ def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
 
     A rank has none of them with probability C(E - L, K) / C(E, K).
     """
+    if top_k > num_experts:  # not all different: an upper bound
+        return min(top_k, ranks)
     return ranks * (1 - math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k))
 
 
