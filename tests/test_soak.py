@@ -171,9 +171,8 @@ def test_yamls_with_mistakes_are_refused_in_one_line(capsys):
 )
 def test_a_reader_that_fails_in_another_way_is_found(tmp_path, monkeypatch, fault, told):
     monkeypatch.setattr(yamls, "load_config", fault)
-    monkeypatch.setattr(yamls, "LIMIT_S", 0.2)
     with pytest.raises(yamls.Failed, match=told):
-        yamls._watched("trainer", lambda: yamls._trainer(tmp_path))
+        yamls._watched("trainer", lambda: yamls._trainer(tmp_path), 0.2)
 
 
 def test_a_killed_rank_ends_the_others(capsys):
