@@ -38,7 +38,7 @@ class ChunkMoEConfig:
     chunk_moe_keep: what a layer keeps for its backward. "activations": the rows at the experts and the output of fc1.
         "rows": only the rows; fc1 runs again. "input": only the layer's input; its rows are dispatched again, with the
         gradients, and fc1 runs again. "": as `chunk_moe_recompute` says.
-    chunk_moe_recompute: true for "rows", false for "activations".
+    chunk_moe_recompute: short form of `chunk_moe_keep`: true is "rows", false is "activations".
     chunk_moe_skip_unread: in the recompute of a block, leave out the second expert matmul and the combine, if the
         forward showed that nothing after the layer keeps its output. Only torch's own operations are seen. Do not use
         it if a block has hand-written kernels or Functions after the layer, or if ranks run different operations there.
@@ -108,8 +108,10 @@ class ChunkMBSConfig:
     apply_modules: names of the blocks, with MindSpeed-MM's wildcards.
     chunk_mbs: samples per micro-chunk.
     batch_dim: the batch's dimension in the hidden states: 0 for [B, S, H], 1 for [S, B, H].
-    chunk_arg_indexs, chunk_kwarg_names: arguments that contain the batch, by position and by name: tensors, or tuples
-        and dictionaries of tensors, with the batch's size or 1 on `batch_dim`. The first one gives the batch's size.
+    chunk_arg_indexs: positions of arguments that contain the batch: tensors, or tuples and dictionaries of tensors,
+        with the batch's size or 1 on `batch_dim`. The first one gives the batch's size.
+    chunk_kwarg_names: names of further arguments that contain the batch. Without positions, the first of these gives
+        the batch's size.
     chunk_whole_names: arguments that are passed whole, although one of their dimensions has the batch's size.
     chunk_infer: also cut other tensors that have the batch's size on `batch_dim` and the sequence length next to it. If
         rows may be samples only by chance, the first call says that they must be named.

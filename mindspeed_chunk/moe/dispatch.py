@@ -7,8 +7,10 @@ The executor (`executor.py`) decides when; the two classes here decide what is s
   The rows that a rank receives are a small MoE layer there: permute, experts, weigh, sum. The source sums over ranks.
   In the backward the gradient of the output goes the same way, and the gradients of the weights return with the rows.
 
-T tokens here, H hidden, K experts per token, E experts, L = E / ep experts here, ep ranks, D = min(K, ep) slots for
-the ranks of a token, S rows sent, Q rows received, R rows at the experts (Q for `PerExpert`), W a packed row's width.
+Nothing here communicates: `send_*` makes the rows for an exchange, `receive_*` and `sum_*` use those that arrived.
+
+T tokens here, H hidden, K experts per token, E experts, L = E / ep experts here, ep ranks. S rows sent, Q rows
+received, R rows at the experts (Q for `PerExpert`), W width of a packed row.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Dispatch(Protocol):
         """The rows `[R, H]` in the order of the experts, and what a backward needs of them."""
 
     def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
-        """The rows to return `[Q, H]`, from the experts' outputs as `Experts.forward` orders them."""
+        """The rows to return `[Q, H]`, from the experts' outputs as `Experts.fc2` orders them."""
 
     def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         """The output of the chunk's tokens `[T, H]`, in the dtype of the router weights."""

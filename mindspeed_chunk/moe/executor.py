@@ -125,7 +125,7 @@ def forward(
     """Pauses after the launch of the first dispatch, and continues with the experts."""
     chunks, dispatch, experts = [_Chunk() for _ in call.tokens], call.dispatch, cast(Experts, None)
     rows_TH = x_TH.to(call.compute_dtype)
-    # NaN if there is no output, so that an unexpected reader shows
+    # NaN if there is no output: if something reads it nevertheless, the loss is NaN
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
     result = Forwarded(x_TH, route_TK, weight_TK, out_TH, [], [])
     keep = call.keep if call.needs.any else "nothing"
@@ -184,7 +184,7 @@ def backward(
     saved: Sequence[torch.Tensor],
     totals: Totals,
 ) -> Generator[None, None, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Pauses before it waits for the last combines. Then `totals` are complete, and only data for these is still held.
+    """Pauses before it waits for the last combines. Then `totals` are complete, and only data of these combines is held.
 
     Args:
         upstream_TH: the gradient of the output.

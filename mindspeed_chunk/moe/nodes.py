@@ -1,13 +1,13 @@
 """The two autograd nodes of a layer call.
 
 `Open` launches the first dispatch, `Close` does the rest. Work that the caller computes between the two hides that
-dispatch. Autograd runs nodes in reverse order of their creation, so in the backward this work hides the last combine:
-`Close` runs up to it and `Open` waits for it. A token is the edge between the nodes.
+dispatch. Autograd runs nodes in reverse order of their creation. So in the backward this work hides the last combine:
+`Close` runs up to it and `Open` waits for it. The edge between the nodes is an empty tensor, `token`.
 
 Tensors for the backward go through `ctx.save_for_backward`, where checkpoint and offload hooks see them. `Close` saves
-all of them. So the early stop of a checkpoint ends a recompute after the whole call or, if the call needs no backward,
-before `Close` on every rank. `ctx` keeps only host-side values. Tensors are passed from node to node within one
-direction, never into the backward of another forward.
+all of them. A checkpoint with early stop ends its recompute at the last saved tensor: after the whole call. A call that
+needs no backward saves none. Then the recompute may end before `Close`, but on every rank. `ctx` keeps only host-side
+values. Tensors are passed from node to node within one direction, never into the backward of another forward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Opened:
 
     Attributes:
         walk: the walk that one node begins and the other ends, in both directions.
-        filled: something was computed between the nodes. Otherwise the backward waits for its last rows in the first
-            of them.
+        filled: something was computed between the nodes. If not, the backward of `Close` runs to the end of its walk,
+            too, and `Open` only returns the result.
     """
 
     call: Call

@@ -1,6 +1,7 @@
 """The plan of one layer call: how many rows each rank sends to each, for all chunks, from one gather and one host copy.
 
-T tokens here, K experts per token, N chunks, E experts, L = E / ep experts here, ep ranks.
+T tokens here, K experts per token, N chunks, E experts, L = E / ep experts here, R = ep ranks, C columns of the counts,
+D = min(K, ep) slots for the ranks of a token.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class ChunkPlan:
 class ChunkSlices:
     """How the tokens of a call are cut into contiguous chunks.
 
-    Without a chunk size, their sizes differ by at most one token, and each is a union of the chunks of a cut into a
-    multiple of their number. With a chunk size, the last chunks may be short or empty.
+    Without a chunk size, their sizes differ by at most one token. A cut into a multiple of their
+    number makes smaller chunks, and each chunk is a union of these. With a chunk size, the last chunks may be short or
+    empty.
     """
 
     num_tokens: int
@@ -118,8 +120,8 @@ def rank_slots(route_TK: torch.Tensor, num_experts: int, ranks: int) -> torch.Te
 class Columns:
     """The counts of one chunk that a rank contributes to a plan.
 
-    Ids below 0, tokens of each of the E experts, ids of E and above, padded tokens; then, if `ranks` is not 0, tokens
-    with experts on each rank, once each.
+    In this order: ids below 0, rows of each of the E experts, ids of E and above, padded rows (and empty slots). If
+    `ranks` is not 0, then the tokens with experts on each rank, each counted once.
     """
 
     num_experts: int
@@ -148,8 +150,8 @@ class Columns:
 class Gather:
     """The gather of all ranks' counts; `read()` waits for it, once.
 
-    Each rank contributes an int64 row: the counts of every chunk (`Columns`), the number of router choices that
-    recomputes changed since the last call, and a word. The word is a checksum of the rank's settings (see
+    Each rank contributes an int64 row: the counts of every chunk (`Columns`), one number, and a word. The number is how
+    many router choices recomputes changed since the last call. The word is a checksum of the rank's settings (see
     `dispatcher.py`), or negative for a rank with invalid arguments.
     """
 

@@ -2,12 +2,12 @@
 
 A schedule is a tuple of actions, run from left to right by one rank's compute queue. Per chunk c:
 
-    Pc  permute: rows into expert order
+    Pc  permute: rows into the order in which they are sent
     Dc  dispatch: launch the all-to-all towards the experts
     Ec  experts: wait for Dc, then the expert FFN (in the backward: the gradient of its input)
     Cc  combine: launch the all-to-all back
     Wc  the experts' weight gradients (backward only; does not depend on communication, so it hides Cc)
-    Uc  unpermute: wait for Cc, then rows back into token order
+    Uc  unpermute: wait for Cc, then rows back into token order, and their sum per token
 
 The text form "P0 D0 P1 D1 E0 C0 ..." can be parsed. The executor runs the same actions, and profiler ranges have the
 same names.

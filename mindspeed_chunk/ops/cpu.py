@@ -1,6 +1,7 @@
 """The CPU back end: plain torch, one `mm` per expert, every operation with its backward as a plain function.
 
-R rows routed, T tokens, K experts per token, H hidden, I expert intermediate, F = 2I, S source ranks, L experts here.
+R rows routed, T tokens, K experts per token, P = T * K (token, k) pairs, H hidden, I expert intermediate, F = 2I, S
+source ranks, L experts here.
 `Groups` are read on the host. A row that is only moved stays bit-equal.
 """
 

@@ -50,7 +50,7 @@ class RowCounts:
         # a block of rows moves as one piece, by the distance of its ends
         moves_NLS = ends_2NB[1].view(N, S, L).transpose(1, 2) - ends_2NB[0].view(N, L, S)
         moves_2NB = torch.stack((moves_NLS.flatten(1), moves_NLS.neg().transpose(1, 2).flatten(1)))
-        # `Orders` counts its places through all chunks
+        # `orders` counts places through all chunks
         total_N1 = ends_2NB[0, :, -1:]
         return rows_2NB, moves_2NB - (total_N1.cumsum(0, dtype=torch.int32) - total_N1)
 
