@@ -13,7 +13,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ from torch import nn
 from mindspeed_chunk import ops
 from mindspeed_chunk.config import ChunkMoEConfig
 from mindspeed_chunk.device import untraced
-from mindspeed_chunk.dist import agree, check_all_to_all, group_size
+from mindspeed_chunk.dist import agree, group_size
 from mindspeed_chunk.log import Rarely, say, say_once
 from mindspeed_chunk.moe.activation import Activation, CustomActivation, SwiGLU
+from mindspeed_chunk.moe.agreement import Agreement, settings_of
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.costs.rows import PER_EXPERT, PER_RANK
@@ -157,8 +158,7 @@ class ChunkMoEDispatcher(Dispatcher):
     def __init__(self, config: ChunkMoEConfig, *, weight_layout: str = "LHF") -> None:
         super().__init__(weight_layout=weight_layout)
         self.config = config
-        # per group, the first calls in which its ranks have compared settings: see `_agree_once`
-        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = weakref.WeakKeyDictionary()
+        self._agreement = Agreement()
         # modules that were tested as activations, with their widths and dtypes
         self._probed: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
         self._num_chunks = NumChunks(config)
@@ -184,8 +184,7 @@ class ChunkMoEDispatcher(Dispatcher):
         kept: PlannedCall = recorded.entry
         if torch.is_grad_enabled() and not kept.grad:
             # after the forward of a reentrant checkpoint: only now it is known which gradients are needed
-            settings = self._settings(arguments)
-            self._agree_once("recompute", arguments.num_experts, settings, None, arguments.group, arguments.x_TH.device)
+            self._agreement.reach("recompute", arguments, self._settings(arguments), None)
         planned = dataclasses.replace(kept, route_TK=self._reroute(arguments, kept.route_TK))
         return self._run(arguments, planned, output=recorded.output_needed)
 
@@ -227,6 +226,9 @@ class ChunkMoEDispatcher(Dispatcher):
                 ranks=(0, min(rerouted)),
             )
 
+    def _settings(self, arguments: Arguments) -> dict[str, object]:
+        return settings_of(self.config, arguments, self._num_chunks.settled)
+
     def _plan(self, arguments: Arguments) -> PlannedCall:
         """Check, agree, count, launch the plan's gather: the same collectives on every rank, whatever it finds.
 
@@ -237,7 +239,7 @@ class ChunkMoEDispatcher(Dispatcher):
         settings = {} if error else self._settings(arguments)
         if error and group_size(group) == 1:
             raise ValueError(error)
-        self._agree_once("forward", num_experts, settings, error, group, device)
+        self._agreement.reach("forward", arguments, settings, error)
 
         # its size depends only on the configuration and the group: a rank with an error joins the gather, too
         ranks = group_size(group)
@@ -348,52 +350,3 @@ class ChunkMoEDispatcher(Dispatcher):
         if error is None and module is not None:
             self._probed[module].add(usage)
         return error
-
-    def _settings(self, arguments: Arguments) -> dict[str, object]:
-        """The settings that must be equal on every rank of the group, since exchanges would not match otherwise."""
-        config, needs = self.config, arguments.needs()
-        return {
-            "moe_num_chunks": config.moe_num_chunks,
-            "moe_chunk_size": config.moe_chunk_size,
-            "chunk_moe_auto": config.chunk_moe_auto,
-            "chunk_moe_max_rows": config.chunk_moe_max_rows,
-            "chunks chosen": self._num_chunks.settled,
-            "chunk_moe_schedule": config.chunk_moe_schedule,
-            "chunk_moe_lookahead": config.chunk_moe_lookahead,
-            "chunk_moe_keep": config.keep,
-            "chunk_moe_dispatch": config.chunk_moe_dispatch,
-            "chunk_moe_skip_unread": config.chunk_moe_skip_unread,
-            "num_experts": arguments.num_experts,
-            "experts per token": arguments.selected_experts.shape[1],
-            "hidden size": arguments.x_TH.shape[1],
-            "dtype of the rows": arguments.compute_dtype,
-            "dtype of the router weights": arguments.routing_weights.dtype,
-            "needs a gradient of the rows": needs.rows,
-            "needs a gradient of the router weights": needs.weights,
-            "needs a backward": needs.any,
-        }
-
-    def _agree_once(
-        self,
-        direction: Literal["forward", "recompute"],
-        num_experts: int,
-        settings: dict[str, object],
-        error: str | None,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        """At the first call of its direction with this group and number of experts, compare all settings.
-
-        The very first one checks the exchange, too. Later calls compare a word of the plan's gather. The settings that
-        are compared here determine the size of that gather.
-        """
-        if group is None or group_size(group) == 1:
-            return
-        agreed = self._agreed.setdefault(group, set())
-        if (direction, num_experts) in agreed:
-            return
-        if not agreed:
-            wire_error = check_all_to_all(group, device)
-            error = error or wire_error
-        agree(settings, error, group, device)
-        agreed.add((direction, num_experts))

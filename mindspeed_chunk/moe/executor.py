@@ -184,7 +184,7 @@ def backward(
     saved: Sequence[torch.Tensor],
     totals: Totals,
 ) -> Generator[None, None, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Pauses before it waits for the last combines. Then `totals` are complete, and only data of these combines is held.
+    """Pauses before it waits for the last combines. Then `totals` are complete, and only data of these is held.
 
     Args:
         upstream_TH: the gradient of the output.

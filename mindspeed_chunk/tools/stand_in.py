@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mindspeed_chunk import device
 from mindspeed_chunk import dist as chunk_dist
 from mindspeed_chunk.dist import DONE, Work
-from mindspeed_chunk.moe import dispatcher
+from mindspeed_chunk.moe import agreement
 from mindspeed_chunk.tools.link import bits_per_second
 
 # what is printed with every result
@@ -112,7 +112,7 @@ def played(place: torch.device, ranks: int, rate: str | None) -> Iterator[None]:
         mock.patch.object(dist, "all_to_all_single", link.all_to_all_single),
         mock.patch.object(dist, chunk_dist._ALL_GATHER, link.all_gather),
         # it would find that the wrong rows arrive
-        mock.patch.object(dispatcher, "check_all_to_all", lambda group, device: None),
+        mock.patch.object(agreement, "check_all_to_all", lambda group, device: None),
     ):
         yield
     _links.remove(link)

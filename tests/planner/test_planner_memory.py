@@ -11,7 +11,7 @@ import torch.distributed as dist
 import planner_ranks
 from mindspeed_chunk.config import KEEPS, SCHEDULES, ChunkMoEConfig
 from mindspeed_chunk.dist import DONE
-from mindspeed_chunk.moe import dispatcher, plan
+from mindspeed_chunk.moe import agreement, dispatcher, plan
 from mindspeed_chunk.planner import LayerShape, expert_memory
 from mindspeed_chunk.tools.measure import LiveBytes
 
@@ -25,8 +25,8 @@ def one_of_two(monkeypatch):
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
     monkeypatch.setattr(plan, "all_gather", lambda local, group, name: (torch.stack([local.view(-1)] * 2), DONE))
-    monkeypatch.setattr(dispatcher, "agree", lambda *args: None)
-    monkeypatch.setattr(dispatcher, "check_all_to_all", lambda *args: None)
+    monkeypatch.setattr(agreement, "agree", lambda *args: None)
+    monkeypatch.setattr(agreement, "check_all_to_all", lambda *args: None)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
