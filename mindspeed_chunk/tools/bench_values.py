@@ -29,6 +29,7 @@ from mindspeed_chunk.ops.groups import Groups
 from mindspeed_chunk.tools import devices
 
 T, K, E, H, WIDTH = 257, 4, 6, 128, 64
+SOME = 700  # rows of fewer than the T x K pairs
 COUNTS = ((17, 0, 40, 3, 1, 0), (5, 0, 0, 64, 2, 9), (0, 0, 31, 8, 8, 128))
 MOVED, SAME = 0.0, 1e-5  # rows that only move; the same kernels on the same values, twice
 COMPUTED, LAYER = 2e-2, 3e-2  # of the largest value: bf16 has 8 bits, and intermediate values are rounded to it
@@ -94,8 +95,11 @@ def _total(t: Any) -> torch.Tensor:
 FUNCTIONS: tuple[tuple[str, float, Callable[[BackEnd, Any], torch.Tensor]], ...] = (
     ("count", MOVED, lambda b, t: b.count(t.route, E)),
     ("permute", MOVED, lambda b, t: b.permute(t.x, t.route)[0]),
+    ("permute, some rows", MOVED, lambda b, t: b.permute(t.x, t.route, SOME)[0]),
     ("permute_backward", COMPUTED, lambda b, t: b.permute_backward(t.sent, t.order, K)),
+    ("permute_backward, some rows", COMPUTED, lambda b, t: b.permute_backward(t.sent[:SOME], t.order, K)),
     ("unpermute", COMPUTED, lambda b, t: b.unpermute(t.sent, t.order, t.weight)),
+    ("unpermute, some rows", COMPUTED, lambda b, t: b.unpermute(t.sent[:SOME], t.order, t.weight)),
     ("pairs", MOVED, lambda b, t: b.pairs(t.order)),
     ("unpermute_backward", MOVED, lambda b, t: b.unpermute_backward(t.x, b.pairs(t.order), K)),
     ("rows_of", MOVED, lambda b, t: b.rows_of(t.weight, b.pairs(t.order))),
