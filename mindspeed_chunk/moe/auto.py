@@ -100,13 +100,13 @@ def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
 
 def busiest_rows(counts: Counts, num_chunks: int, top_k: int, per_rank: bool) -> list[ChunkRows]:
     """The work of the busiest rank of each chunk."""
-    counts_RNE = counts.merged(num_chunks).all_RNE
+    merged = counts.merged(num_chunks)
+    counts_RNE, once_RNR = merged.all_RNE, merged.once_RNR
     pairs_N = counts_RNE.sum(2).amax(0)
     computed_N = received(counts.all_RNE, num_chunks).amax(1)
     largest_N = counts_RNE.sum(0).amax(1)
     sent_N, received_N = pairs_N, computed_N
     if per_rank:
-        once_RNR = counts.merged(num_chunks).once_RNR
         sent_N, received_N = once_RNR.sum(2).amax(0), once_RNR.sum(0).amax(1)
     columns = (pairs_N.add(top_k - 1) // top_k, sent_N, received_N, largest_N, computed_N)
     return list(itertools.starmap(ChunkRows, torch.stack(columns, dim=1).tolist()))

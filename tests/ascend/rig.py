@@ -52,7 +52,7 @@ def back_end(module: types.ModuleType):
 
 
 def _unwatched(kernel):
-    """A kernel may read what it likes, whoever watches the calls around it."""
+    """A kernel may read any value, also while the calls around it are watched."""
 
     @functools.wraps(kernel)
     def call(*args, **kwargs):

@@ -47,7 +47,7 @@ RUNS = {
         FP32,
     ),
 }
-# all-to-alls are told apart by the bytes of their rows; those of the other dispatch are counted in test_moe_dispatch.py
+# the bytes of a row say which all-to-all it is; test_moe_dispatch.py counts the all-to-alls of the other dispatch
 RUNS = {
     name: (["parallel.ep_plan.chunk_moe_dispatch=per_expert", *overrides], *rest)
     for name, (overrides, *rest) in RUNS.items()
