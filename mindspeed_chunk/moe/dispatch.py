@@ -7,7 +7,7 @@ The executor (`executor.py`) decides when; the two classes here decide what is s
   The rows that a rank receives are a small MoE layer there: permute, experts, weigh, sum. The source sums over ranks.
   In the backward the gradient of the output goes the same way, and the gradients of the weights return with the rows.
 
-Nothing here communicates: `send_*` makes the rows for an exchange, `receive_*` and `sum_*` use those that arrived.
+Nothing here communicates: `pack_*` makes the rows for an exchange, `unpack_*` and `sum_*` use those that arrived.
 
 T tokens here, H hidden, K experts per token, E experts, L = E / ep experts here, ep ranks. S rows sent, Q rows
 received, R rows at the experts (Q for `PerExpert`), W width of a packed row.
@@ -26,7 +26,7 @@ import torch
 from mindspeed_chunk.dist import group_rank, group_size
 from mindspeed_chunk.log import say_once
 from mindspeed_chunk.moe.arguments import Arguments
-from mindspeed_chunk.moe.costs.rows import PER_RANK, chosen, share_of_bytes
+from mindspeed_chunk.moe.costs.rows import PER_RANK, resolve_dispatch, share_of_bytes
 from mindspeed_chunk.moe.experts import AtExperts, NeedsGrad
 from mindspeed_chunk.moe.packing import Packing
 from mindspeed_chunk.moe.plan import ChunkPlan, rank_slots
@@ -36,10 +36,10 @@ from mindspeed_chunk.ops.groups import Groups
 Stored = Sequence[torch.Tensor]
 
 
-def choose(setting: str, arguments: Arguments) -> str:
+def choose_dispatch(setting: str, arguments: Arguments) -> str:
     """The kind of a call's dispatch: "per_expert" or "per_rank"; `setting` is `chunk_moe_dispatch`. Logged once."""
     shape, router_size = arguments.shape(), arguments.routing_weights.element_size()
-    kind = chosen(setting, shape, router_size)
+    kind = resolve_dispatch(setting, shape, router_size)
     if shape.ep > 1:
         say_once(
             logging.INFO,
@@ -58,21 +58,29 @@ class Dispatch(Protocol):
     def padding_rows(self, plan: ChunkPlan) -> int:
         """Zero rows after those that a combine returns."""
 
-    def send_tokens(
-        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
+    def targets(self, route_TK: torch.Tensor) -> torch.Tensor:
+        """The ids by which rows are sorted, `[T, D]`: experts (D = K), or ranks. For all chunks at once."""
+
+    def pack_tokens(
+        self,
+        x_TH: torch.Tensor,
+        route_TK: torch.Tensor,
+        target_TD: torch.Tensor,
+        weight_TK: torch.Tensor,
+        num_rows: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows to send `[S, W]` and their order. `num_rows` is S, or None if the plan is not read yet."""
 
-    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
+    def unpack_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
         """The rows `[R, H]` in the order of the experts, and what a backward needs of them."""
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
+    def pack_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
         """The rows to return `[Q, H]`, from the experts' outputs as `Experts.fc2` orders them."""
 
     def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         """The output of the chunk's tokens `[T, H]`, in the dtype of the router weights."""
 
-    def send_grads(
+    def pack_grads(
         self,
         grad_TH: torch.Tensor,
         x_TH: torch.Tensor | None,
@@ -83,10 +91,10 @@ class Dispatch(Protocol):
     ) -> torch.Tensor:
         """The rows to send in the backward; `x_TH` and `route_TK` are given if only the input was kept."""
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
+    def unpack_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
         """What the experts' backward needs. `stored` is empty if only the input was kept."""
 
-    def send_input_grads(
+    def pack_input_grads(
         self,
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
@@ -142,22 +150,30 @@ class PerExpert(_Sizes):
     def _back(self) -> Packing:
         return Packing(self._back_hidden, self.dtype, ((1, self.weight_dtype),))
 
-    def send_tokens(
-        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.permute(x_TH, route_TK)
+    def targets(self, route_TK: torch.Tensor) -> torch.Tensor:
+        return route_TK
 
-    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
+    def pack_tokens(
+        self,
+        x_TH: torch.Tensor,
+        route_TK: torch.Tensor,
+        target_TD: torch.Tensor,
+        weight_TK: torch.Tensor,
+        num_rows: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ops.permute(x_TH, target_TD)
+
+    def unpack_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
         rows_RH = self.ops.regroup(received_QW, groups)
         return rows_RH, (rows_RH,)
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
+    def pack_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
         return out_RH
 
     def sum_outputs(self, received_SH: torch.Tensor, order: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         return self.ops.unpermute(received_SH, order, weight_TK)
 
-    def send_grads(
+    def pack_grads(
         self,
         grad_TH: torch.Tensor,
         x_TH: torch.Tensor | None,
@@ -172,14 +188,14 @@ class PerExpert(_Sizes):
         self._out.array(send_SW, 0)[:, 0].copy_(self.ops.rows_of(weight_TK, pair_S))
         return send_SW
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
+    def unpack_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
         packed_RW = self.ops.regroup(received_QW, groups)
         operand = self.ops.operand
         rows_RH = operand(packed_RW[:, self.hidden : 2 * self.hidden]) if self._again else stored[0]
         weight_R = operand(self._out.array(packed_RW, 0)[:, 0])
         return AtExperts(operand(packed_RW[:, : self.hidden]), weight_R, lambda: rows_RH, ())
 
-    def send_input_grads(
+    def pack_input_grads(
         self,
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
@@ -236,21 +252,29 @@ class PerRank(_Sizes):
         local_QK = packing.array(packed_QW, 0) - self.rank * local
         return torch.where((local_QK >= 0) & (local_QK < local), local_QK, local)
 
-    def send_tokens(
-        self, x_TH: torch.Tensor, route_TK: torch.Tensor, weight_TK: torch.Tensor, num_rows: int | None
+    def targets(self, route_TK: torch.Tensor) -> torch.Tensor:
+        return rank_slots(route_TK, self.num_experts, self.ranks)
+
+    def pack_tokens(
+        self,
+        x_TH: torch.Tensor,
+        route_TK: torch.Tensor,
+        target_TD: torch.Tensor,
+        weight_TK: torch.Tensor,
+        num_rows: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         packing = self._packing(self.hidden)
         packed_TW = packing.pack(x_TH)
         self._write_routing(packing, packed_TW, route_TK, weight_TK)
-        return self.ops.permute(packed_TW, rank_slots(route_TK, self.num_experts, self.ranks), num_rows)
+        return self.ops.permute(packed_TW, target_TD, num_rows)
 
-    def receive_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
+    def unpack_tokens(self, received_QW: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Stored]:
         packing, operand = self._packing(self.hidden), self.ops.operand
         x_QH, weight_QK = operand(received_QW[:, : self.hidden]), operand(packing.array(received_QW, 1))
         rows_RH, order = self.ops.permute(x_QH, self._local_QK(packing, received_QW), groups.num_rows)
         return rows_RH, (x_QH, weight_QK, order)
 
-    def send_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
+    def pack_outputs(self, out_RH: torch.Tensor, stored: Stored, groups: Groups) -> torch.Tensor:
         _, weight_QK, order = stored
         return self.ops.unpermute(out_RH, order, weight_QK.to(self._sum_dtype).contiguous()).to(self.dtype)
 
@@ -262,7 +286,7 @@ class PerRank(_Sizes):
         out_TH = self.ops.permute_backward(received_SH.to(self._sum_dtype), order, self._slots)
         return out_TH.to(self.weight_dtype)
 
-    def send_grads(
+    def pack_grads(
         self,
         grad_TH: torch.Tensor,
         x_TH: torch.Tensor | None,
@@ -279,7 +303,7 @@ class PerRank(_Sizes):
             self._write_routing(self._out, packed_TW, route_TK, weight_TK)
         return self.ops.unpermute_backward(packed_TW, self.ops.pairs(order)[:num_rows], self._slots)
 
-    def receive_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
+    def unpack_grads(self, received_QW: torch.Tensor, stored: Stored, groups: Groups) -> AtExperts:
         operand, grad_QH = self.ops.operand, self.ops.operand(received_QW[:, : self.hidden])
         if self._again:
             x_QH = operand(received_QW[:, self.hidden : 2 * self.hidden])
@@ -293,7 +317,7 @@ class PerRank(_Sizes):
         rows = functools.partial(self.ops.unpermute_backward, x_QH, pair_R, self.top_k)
         return AtExperts(grad_RH, self.ops.rows_of(weight_QK, pair_R), rows, (order,))
 
-    def send_input_grads(
+    def pack_input_grads(
         self,
         rows_grad: Callable[[torch.Tensor | None], torch.Tensor],
         weight_grad_R: torch.Tensor | None,
@@ -323,7 +347,7 @@ class PerRank(_Sizes):
         return self.ops.permute_backward(received_SW, order, self._slots)[:, : self.hidden]
 
 
-def make(kind: str, arguments: Arguments, ops: BackEnd, keep: str) -> Dispatch:
+def make_dispatch(kind: str, arguments: Arguments, ops: BackEnd, keep: str) -> Dispatch:
     """The dispatch of a call; `keep` is that of `ChunkMoEConfig`."""
     return (PerRank if kind == PER_RANK else PerExpert)(
         ops,

@@ -29,7 +29,7 @@ from mindspeed_chunk.moe.agreement import Agreement, settings_of
 from mindspeed_chunk.moe.arguments import WEIGHT_LAYOUTS, Arguments
 from mindspeed_chunk.moe.auto import NumChunks
 from mindspeed_chunk.moe.costs.rows import PER_EXPERT, PER_RANK
-from mindspeed_chunk.moe.dispatch import choose, make
+from mindspeed_chunk.moe.dispatch import choose_dispatch, make_dispatch
 from mindspeed_chunk.moe.draws import Draws
 from mindspeed_chunk.moe.executor import Call
 from mindspeed_chunk.moe.filler import run_filler
@@ -40,7 +40,7 @@ from mindspeed_chunk.moe.plan import (
     Gather,
     PendingPlan,
     agree_num_chunks,
-    merged,
+    merge_slices,
     route,
 )
 from mindspeed_chunk.moe.replay import backward_follows, read_tape, record, refuse_unreplayed, reroute
@@ -244,16 +244,16 @@ class ChunkMoEDispatcher(Dispatcher):
         # its size depends only on the configuration and the group: a rank with an error joins the gather, too
         ranks = group_size(group)
         columns = Columns(num_experts, 0 if ranks == 1 or self.config.chunk_moe_dispatch == PER_EXPERT else ranks)
-        dispatch = PER_EXPERT if error else choose(self.config.chunk_moe_dispatch, arguments)
+        dispatch = PER_EXPERT if error else choose_dispatch(self.config.chunk_moe_dispatch, arguments)
         num_tokens = 0 if error else arguments.x_TH.shape[0]
         chunks, by_counts = self._chunks(num_tokens, group, device)
         tokens = chunks.slices
         if error:
-            route_TK, word = torch.empty((0, 1), dtype=torch.int64, device=device), -1
+            route_TK, checksum = torch.empty((0, 1), dtype=torch.int64, device=device), -1
             counts = torch.zeros(len(tokens) * columns.total, dtype=torch.int64, device=device)
         else:
             route_TK = route(arguments.selected_experts, num_experts, arguments.pad_T())
-            word = zlib.crc32(repr(settings).encode())
+            checksum = zlib.crc32(repr(settings).encode())
             back_end = ops.resolve(self.config.chunk_moe_backend, device)
             counts = back_end.count(columns.keys(route_TK, chunks), len(tokens) * columns.total)
         rerouted, self._rerouted = self._rerouted, None
@@ -261,7 +261,7 @@ class ChunkMoEDispatcher(Dispatcher):
             counts,
             columns,
             counts.new_zeros(1) if rerouted is None else rerouted,
-            word,
+            checksum,
             group,
             on_disagreement=lambda: agree(settings, error, group, device),
             on_rerouted=self._warn_of_reroutes,
@@ -272,7 +272,7 @@ class ChunkMoEDispatcher(Dispatcher):
         if by_counts:
             fine = read()
             num_chunks = self._num_chunks.choose(fine, arguments, back_end, dispatch)
-            tokens, read = merged(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
+            tokens, read = merge_slices(tokens, num_chunks), functools.partial(fine.merged, num_chunks)
         plan = PendingPlan(read, tokens, group, per_rank=dispatch == PER_RANK)
         return PlannedCall(plan, tokens, route_TK, dispatch, Draws(device), grad=torch.is_grad_enabled())
 
@@ -300,11 +300,11 @@ class ChunkMoEDispatcher(Dispatcher):
             compute_dtype=arguments.compute_dtype,
             transposed=self.weight_layout == "LFH",
             keep=self.config.keep,
-            dispatch=make(planned.dispatch, arguments, back_end, self.config.keep),
+            dispatch=make_dispatch(planned.dispatch, arguments, back_end, self.config.keep),
             output=output,
         )
         opened = Opened(call, planned.plan)
-        token = Open.apply(opened, arguments.x_TH, planned.route_TK, arguments.weight_TK(planned.route_TK))
+        edge = Open.apply(opened, arguments.x_TH, planned.route_TK, arguments.weight_TK(planned.route_TK))
         try:
             opened.filled = run_filler()
         except BaseException:  # a checkpoint's early stop is an exception, too
@@ -312,7 +312,7 @@ class ChunkMoEDispatcher(Dispatcher):
             raise
         if not output:
             planned.draws.skip()
-        out_TH = Close.apply(opened, token, arguments.fc1, arguments.fc2, *call.activation.parameters)
+        out_TH = Close.apply(opened, edge, arguments.fc1, arguments.fc2, *call.activation.parameters)
         pad_T = arguments.pad_T()
         if pad_T is None:
             return out_TH

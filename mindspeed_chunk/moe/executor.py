@@ -124,7 +124,7 @@ def forward(
 ) -> Generator[None, Experts, Forwarded]:
     """Pauses after the launch of the first dispatch, and continues with the experts."""
     chunks, dispatch, experts = [_Chunk() for _ in call.tokens], call.dispatch, cast(Experts, None)
-    rows_TH = x_TH.to(call.compute_dtype)
+    rows_TH, target_TD = x_TH.to(call.compute_dtype), dispatch.targets(route_TK)
     # NaN if there is no output: if something reads it nevertheless, the loss is NaN
     out_TH = weight_TK.new_empty(x_TH.shape) if call.output else weight_TK.new_full(x_TH.shape, math.nan)
     result = Forwarded(x_TH, route_TK, weight_TK, out_TH, [], [])
@@ -140,7 +140,9 @@ def forward(
         with _recorded(action, chunks):
             if kind == "P":
                 num_rows = plan.wait()[c].num_sent if plan.ready else None
-                chunk.send, order = dispatch.send_tokens(rows_TH[tokens], route_TK[tokens], weight_TK[tokens], num_rows)
+                chunk.send, order = dispatch.pack_tokens(
+                    rows_TH[tokens], route_TK[tokens], target_TD[tokens], weight_TK[tokens], num_rows
+                )
                 result.orders.append(order)
                 del order
             elif kind == "D":
@@ -148,7 +150,7 @@ def forward(
             elif kind == "E":
                 groups_N = groups_N or plan.groups()
                 # what is not kept is freed as early as possible, and nothing lives as long as the walk
-                rows_RH, stored = dispatch.receive_tokens(chunk.arrived(), groups_N[c])
+                rows_RH, stored = dispatch.unpack_tokens(chunk.arrived(), groups_N[c])
                 fc1_RF = experts.fc1(rows_RH, groups_N[c]) if call.output or keep == "activations" else None
                 del rows_RH
                 if keep in ("rows", "activations"):
@@ -160,7 +162,7 @@ def forward(
                     del fc1_RF
                     out_RH = experts.fc2(activated_RI, groups_N[c])
                     del activated_RI
-                    chunk.send = dispatch.send_outputs(out_RH, stored, groups_N[c])
+                    chunk.send = dispatch.pack_outputs(out_RH, stored, groups_N[c])
                     del out_RH
                 else:
                     chunk.in_flight = False
@@ -213,7 +215,7 @@ def backward(
             if kind == "P":
                 x_chunk = None if x_TH is None else x_TH[tokens]
                 route_chunk = None if route_TK is None else route_TK[tokens]
-                chunk.send = dispatch.send_grads(
+                chunk.send = dispatch.pack_grads(
                     upstream_TH[tokens], x_chunk, route_chunk, weight_TK[tokens], orders[c], plan.wait()[c].num_sent
                 )
                 del x_chunk, route_chunk
@@ -224,7 +226,7 @@ def backward(
                 stored, fc1_RF = list(kept[c * per_chunk : (c + 1) * per_chunk]), None
                 if call.keep == "activations":
                     fc1_RF = stored.pop()
-                arrived = dispatch.receive_grads(chunk.arrived(), stored, groups_N[c])
+                arrived = dispatch.unpack_grads(chunk.arrived(), stored, groups_N[c])
                 chunk.operands, weight_grad_R = experts.input_grad(
                     arrived, fc1_RF, groups_N[c], c, needs, totals.activation
                 )
@@ -232,7 +234,7 @@ def backward(
                 del stored, fc1_RF, arrived
                 if needs.input:
                     rows_grad = functools.partial(experts.rows_grad, chunk.operands)
-                    chunk.send = dispatch.send_input_grads(rows_grad, weight_grad_R, back, groups_N[c])
+                    chunk.send = dispatch.pack_input_grads(rows_grad, weight_grad_R, back, groups_N[c])
                     del rows_grad
                 else:
                     chunk.in_flight = False

@@ -51,7 +51,7 @@ class AtExperts(NamedTuple):
         grad_RH: the gradients of the tokens' outputs, one for each row, without the router weights.
         weight_R: the router weight of each row.
         rows: makes the rows `[R, H]`; may be called twice.
-        back: what `Dispatch.send_input_grads` needs.
+        back: what `Dispatch.pack_input_grads` needs.
     """
 
     grad_RH: torch.Tensor

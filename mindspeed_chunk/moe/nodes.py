@@ -2,7 +2,7 @@
 
 `Open` launches the first dispatch, `Close` does the rest. Work that the caller computes between the two hides that
 dispatch. Autograd runs nodes in reverse order of their creation. So in the backward this work hides the last combine:
-`Close` runs up to it and `Open` waits for it. The edge between the nodes is an empty tensor, `token`.
+`Close` runs up to it and `Open` waits for it. The edge between the nodes is an empty tensor, `edge`.
 
 Tensors for the backward go through `ctx.save_for_backward`, where checkpoint and offload hooks see them. `Close` saves
 all of them. A checkpoint with early stop ends its recompute at the last saved tensor: after the whole call. A call that
@@ -80,9 +80,9 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 class Open(torch.autograd.Function):
-    """`(opened, x_TH, route_TK, weight_TK) -> token`: queue the work before the first wait, and launch the dispatch.
+    """`(opened, x_TH, route_TK, weight_TK) -> edge`: queue the work before the first wait, and launch the dispatch.
 
-    The token, `[0]`, goes to `Close`. It needs a gradient if gradients must be sent back to the tokens.
+    The edge, `[0]`, goes to `Close`. It needs a gradient if gradients must be sent back to the tokens.
     """
 
     @staticmethod
@@ -97,14 +97,14 @@ class Open(torch.autograd.Function):
     @staticmethod
     @untraced
     @first_order
-    def backward(ctx: Any, token_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with torch.autocast(token_grad.device.type, enabled=False):
+    def backward(ctx: Any, edge_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(edge_grad.device.type, enabled=False):
             x_grad_TH, weight_grad_TK = ctx.opened.take_over().finish()
         return None, x_grad_TH, None, weight_grad_TK
 
 
 class Close(torch.autograd.Function):
-    """`(opened, token, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
+    """`(opened, edge, fc1, fc2, *activation parameters) -> out_TH`: everything after the first dispatch.
 
     The output has the dtype of the router weights. Every rank takes part in every exchange, whatever it received. A
     rank or chunk without rows has zero gradients, never `None`.
@@ -112,7 +112,7 @@ class Close(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, opened: Opened, token: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any, opened: Opened, edge: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         call = opened.call
         with torch.autocast(fc1.device.type, enabled=False):

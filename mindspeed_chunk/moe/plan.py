@@ -1,7 +1,7 @@
 """The plan of one layer call: how many rows each rank sends to each, for all chunks, from one gather and one host copy.
 
-T tokens here, K experts per token, N chunks, E experts, L = E / ep experts here, R = ep ranks, C columns of the counts,
-D = min(K, ep) slots for the ranks of a token.
+T tokens here, K experts per token, N chunks, E experts, L = E / ep experts here, G = ep ranks of the group, C columns
+of the counts, D = min(K, ep) slots for the ranks of a token.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def rank_slots(route_TK: torch.Tensor, num_experts: int, ranks: int) -> torch.Te
     rank_TK = torch.where(valid_TK, torch.div(route_TK, num_experts // ranks, rounding_mode="floor"), ranks)
     top_k, device = route_TK.shape[1], route_TK.device
     if ranks < top_k:
-        rank_R = torch.arange(ranks, dtype=torch.int32, device=device)
-        return torch.where((rank_TK[:, :, None] == rank_R).any(1), rank_R, ranks)
+        rank_G = torch.arange(ranks, dtype=torch.int32, device=device)
+        return torch.where((rank_TK[:, :, None] == rank_G).any(1), rank_G, ranks)
     k_K = torch.arange(top_k, device=device)
     repeated_TK = ((rank_TK[:, :, None] == rank_TK[:, None, :]) & (k_K[:, None] > k_K)).any(2)
     return torch.where(repeated_TK, ranks, rank_TK)
@@ -150,9 +150,9 @@ class Columns:
 class Gather:
     """The gather of all ranks' counts; `read()` waits for it, once.
 
-    Each rank contributes an int64 row: the counts of every chunk (`Columns`), one number, and a word. The number is how
-    many router choices recomputes changed since the last call. The word is a checksum of the rank's settings (see
-    `dispatcher.py`), or negative for a rank with invalid arguments.
+    Each rank contributes an int64 row: the counts of every chunk (`Columns`), how many router choices recomputes
+    changed since the last call, and a checksum of the rank's settings (see `dispatcher.py`), which is negative for a
+    rank with invalid arguments.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Gather:
         counts: torch.Tensor,
         columns: Columns,
         rerouted: torch.Tensor,
-        word: int,
+        checksum: int,
         group: dist.ProcessGroup | None,
         on_disagreement: Callable[[], None],
         on_rerouted: Callable[[dict[int, int]], None],
@@ -170,13 +170,13 @@ class Gather:
         Args:
             counts: how often each key of `columns` occurs, int64 `[N * columns.total]`.
             rerouted: see `replay.reroute`; int64 `[1]`.
-            on_disagreement: called on every rank when the words differ or one is negative; must raise.
+            on_disagreement: called on every rank when the checksums differ or one is negative; must raise.
             on_rerouted: called on every rank if some rank's `rerouted` is not 0, with these numbers by rank.
         """
         self._columns, self._group = columns, group
         self._on_disagreement, self._on_rerouted = on_disagreement, on_rerouted
         # kept until the wait for the gather, which reads the row
-        self._row = torch.cat([counts, rerouted, counts.new_full((1,), word)])
+        self._row = torch.cat([counts, rerouted, counts.new_full((1,), checksum)])
         self._gathered, self._work = all_gather(self._row, group, "plan")
         self._copy = HostCopy(self._gathered, "plan", after=self._work)
 
@@ -188,25 +188,25 @@ class Gather:
         """
         gathered = self._copy.wait()
         self._work.wait()  # for the device, which also reads some of it
-        words = gathered[:, -1].tolist()
-        if len(set(words)) > 1 or words[0] < 0:
+        checksums = gathered[:, -1].tolist()
+        if len(set(checksums)) > 1 or checksums[0] < 0:
             self._on_disagreement()
-        ranks = range(len(words)) if self._group is None else dist.get_process_group_ranks(self._group)
+        ranks = range(len(checksums)) if self._group is None else dist.get_process_group_ranks(self._group)
         rerouted = {rank: n for rank, n in zip(ranks, gathered[:, -2].tolist(), strict=True) if n}
         if rerouted:
             self._on_rerouted(rerouted)
         num_experts, total = self._columns.num_experts, self._columns.total
-        all_RNC, on_device_RNC = (counts[:, :-2].unflatten(1, (-1, total)) for counts in (gathered, self._gathered))
-        invalid = all_RNC[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
+        all_GNC, on_device_GNC = (counts[:, :-2].unflatten(1, (-1, total)) for counts in (gathered, self._gathered))
+        invalid = all_GNC[:, :, [0, num_experts + 1]].sum(dim=(1, 2)).tolist()
         if any(invalid):
             by_rank = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks, invalid, strict=True) if n)
             raise ValueError(f"selected_experts: {by_rank} of the ids are outside [0, {num_experts})")
-        local = num_experts // len(words)
+        local = num_experts // len(checksums)
         first = 1 + group_rank(self._group) * local
         return Counts(
-            all_RNC[:, :, 1 : num_experts + 1],
-            on_device_RNC[:, :, first : first + local],
-            all_RNC[:, :, num_experts + _EXTRA_COLUMNS :],
+            all_GNC[:, :, 1 : num_experts + 1],
+            on_device_GNC[:, :, first : first + local],
+            all_GNC[:, :, num_experts + _EXTRA_COLUMNS :],
         )
 
 
@@ -216,16 +216,16 @@ class Counts(NamedTuple):
     Then tokens by source rank, chunk and rank with experts of them, on the host; no columns if they are not counted.
     """
 
-    all_RNE: torch.Tensor
-    here_RNL: torch.Tensor
-    once_RNR: torch.Tensor
+    all_GNE: torch.Tensor
+    here_GNL: torch.Tensor
+    once_GNG: torch.Tensor
 
     def merged(self, num_chunks: int) -> Counts:
         """The counts of `num_chunks` chunks, each a run of consecutive ones of these."""
         return Counts(*(counts.unflatten(1, (num_chunks, -1)).sum(2) for counts in self))
 
 
-def merged(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
+def merge_slices(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
     """The slices of `num_chunks` chunks, each a run of consecutive ones of these."""
     run = len(tokens) // num_chunks
     return tuple(slice(tokens[c].start, tokens[c + run - 1].stop) for c in range(0, len(tokens), run))
@@ -233,23 +233,23 @@ def merged(tokens: tuple[slice, ...], num_chunks: int) -> tuple[slice, ...]:
 
 def plan_chunks(counts: Counts, tokens: tuple[slice, ...], rank: int, per_rank: bool) -> tuple[ChunkPlan, ...]:
     """This rank's plan for each chunk, from the counts; `per_rank`: a token is sent once to each rank."""
-    ep, _, num_experts = counts.all_RNE.shape
+    ep, _, num_experts = counts.all_GNE.shape
     local = num_experts // ep
-    here_NRL = counts.all_RNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
-    on_device_NRL = counts.here_RNL.transpose(0, 1)
-    sent_NRR = counts.all_RNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
+    here_NGL = counts.all_GNE[:, :, rank * local : (rank + 1) * local].transpose(0, 1)
+    on_device_NGL = counts.here_GNL.transpose(0, 1)
+    sent_NGG = counts.all_GNE.unflatten(2, (ep, local)).sum(3).transpose(0, 1)
     if per_rank:
-        here_NRL, on_device_NRL = here_NRL.sum(1, keepdim=True), on_device_NRL.sum(1, keepdim=True)
-        sent_NRR = counts.once_RNR.transpose(0, 1)
-    to_others_NRR = sent_NRR.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
-    groups = Groups.of_chunks(here_NRL.tolist(), on_device_NRL.contiguous())
+        here_NGL, on_device_NGL = here_NGL.sum(1, keepdim=True), on_device_NGL.sum(1, keepdim=True)
+        sent_NGG = counts.once_GNG.transpose(0, 1)
+    to_others_NGG = sent_NGG.masked_fill(torch.eye(ep, dtype=torch.bool), 0)
+    groups = Groups.of_chunks(here_NGL.tolist(), on_device_NGL.contiguous())
     return tuple(
         ChunkPlan(chunk, tuple(sent), tuple(received), max_split, here)
         for chunk, sent, received, max_split, here in zip(
             tokens,
-            sent_NRR[:, rank].tolist(),
-            sent_NRR[:, :, rank].tolist(),
-            to_others_NRR.amax((1, 2)).tolist(),
+            sent_NGG[:, rank].tolist(),
+            sent_NGG[:, :, rank].tolist(),
+            to_others_NGG.amax((1, 2)).tolist(),
             groups,
             strict=True,
         )

@@ -13,7 +13,7 @@ from mindspeed_chunk.moe.plan import (
     Gather,
     PendingPlan,
     agree_num_chunks,
-    merged,
+    merge_slices,
     plan_chunks,
     rank_slots,
     route,
@@ -174,7 +174,7 @@ def merged_plans(rank, world_size):
     slices = ChunkSlices(len(inputs[0]), 6).slices
     fine, once = (plan_chunks(counts, slices, rank, per_rank) for per_rank in (False, True))
     for chunks, per_rank in itertools.product((1, 2, 3, 6), (False, True)):
-        tokens, run = merged(slices, chunks), 6 // chunks
+        tokens, run = merge_slices(slices, chunks), 6 // chunks
         coarse = plan_chunks(counts.merged(chunks), tokens, rank, per_rank)
         assert tokens == tuple(chunk.tokens for chunk in coarse) and len(coarse) == chunks
         for c, chunk in enumerate(coarse):

@@ -128,22 +128,25 @@ class _ForwardLedger(_Ledger):
         super().__init__(shape, rows, keep)
         self._hold("output", 0, shape.tokens * self._row)
         self._hold("route", 0, shape.tokens * shape.top_k * _INDEX)
+        if shape.per_rank:
+            self._hold("targets", 0, shape.tokens * min(shape.top_k, shape.ep) * ID)
         self._planned = False
 
     @property
     def kept(self) -> int:
         """At the end of the walk; the route is kept to be sent again."""
         again = self._shape.per_rank and self._keep == "input"
-        return self.now - self._held["output", 0] - (0 if again else self._held["route", 0])
+        gone = self._held["output", 0] + self._held.get(("targets", 0), 0)
+        return self.now - gone - (0 if again else self._held["route", 0])
 
     def P(self, c: int, rows: ChunkRows) -> None:
         row, pairs, sent = self._bytes.dispatch, rows.sent, rows.sent
-        packed = slots = 0
+        packed = 0
         if self._shape.per_rank:
             pairs = rows.tokens * min(self._shape.top_k, self._shape.ep)
-            sent, packed, slots = sent if self._planned else pairs, rows.tokens * row, pairs * _INDEX
-        self._hold("order", c, pairs * _INDEX, transient=packed + slots + pairs * _INDEX)
-        self._hold("send", c, sent * row, transient=packed + slots + sent * _INDEX)
+            sent, packed = sent if self._planned else pairs, rows.tokens * row
+        self._hold("order", c, pairs * _INDEX, transient=packed + pairs * _INDEX)
+        self._hold("send", c, sent * row, transient=packed + sent * _INDEX)
 
     def D(self, c: int, rows: ChunkRows) -> None:
         self._planned = True

@@ -6,6 +6,7 @@ T tokens, H hidden, K experts per token, E experts, L = E / ep experts here, s b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,7 +94,10 @@ def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
     """
     if top_k > num_experts:  # not all different: an upper bound
         return min(top_k, ranks)
-    return ranks * (1 - math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k))
+    elsewhere = num_experts - num_experts // ranks
+    if top_k > elsewhere:
+        return ranks
+    return ranks * (1 - math.prod((elsewhere - k) / (num_experts - k) for k in range(top_k)))
 
 
 class RowBytes(NamedTuple):
@@ -125,12 +129,18 @@ def row_bytes(shape: LayerShape, keep: str, router_size: int = 0) -> RowBytes:
 
 def share_of_bytes(shape: LayerShape, router_size: int = 0) -> float:
     """The bytes of a dispatch per rank in the four exchanges of a call, divided by those of a dispatch per expert."""
+    return _share(dataclasses.replace(shape, tokens=1, intermediate=1, dispatch=PER_EXPERT), router_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _share(shape: LayerShape, router_size: int) -> float:
+    """`shape`: without what does not matter, so that many settings of a plan are one."""
     once, each = (dataclasses.replace(shape, dispatch=kind) for kind in (PER_RANK, PER_EXPERT))
     sent = [kind.copies * sum(row_bytes(kind, "activations", router_size)) for kind in (once, each)]
     return sent[0] / sent[1]
 
 
-def chosen(setting: str, shape: LayerShape, router_size: int = 0) -> str:
+def resolve_dispatch(setting: str, shape: LayerShape, router_size: int = 0) -> str:
     """The kind of dispatch that a value of `chunk_moe_dispatch` means.
 
     It is a function of sizes alone, so a resumed run has the same.
