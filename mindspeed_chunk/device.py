@@ -7,6 +7,7 @@ because their backward runs in another thread.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
@@ -19,11 +20,27 @@ from mindspeed_chunk.observe import emit
 # A decorator: torch.compile traces neither the function nor what it calls. Not torch.compiler.disable, which imports
 # torch._dynamo immediately: that takes a second. Here it happens in the first call.
 untraced = torch._disable_dynamo
+_LAUNCHES = 100
 
 
 def accelerator(device: torch.device) -> ModuleType | None:
     """The module with the streams of a device, or None for the CPU, which has none."""
     return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Seconds that the host needs to launch one small operation ahead of the device; 0 on a CPU, which is not ahead."""
+    streams = accelerator(device)
+    if streams is None:
+        return 0.0
+    x = torch.zeros(1, device=device)
+    for _ in range(2):  # the first time also loads the kernel
+        streams.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            x.add_(1)
+        took = time.perf_counter() - start
+    return took / _LAUNCHES
 
 
 def generator_states(device: torch.device) -> tuple[torch.Tensor, ...]:

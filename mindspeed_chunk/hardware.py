@@ -1,23 +1,24 @@
 """A device, its links, and the seconds of a collective on the links that it crosses.
 
-n ranks of a group, d of them on each node that it uses, n / d nodes. Every device sends on its link inside the node and
-on its own link between nodes at the same time, and the slower of the two decides. No algorithm needs less, among those
-that send between nodes only what cannot stay inside one. For S bytes of the whole tensor (all-to-all: of the rows that
-one rank sends, including those to itself):
+n ranks of a group, at most d and at least f of them on each node that it uses. Every device sends on its link inside
+the node and on its own link between nodes at the same time, and the slower of the two decides. No algorithm needs less,
+among those that send between nodes only what cannot stay inside one. For S bytes of the whole tensor (all-to-all: of
+the rows that one rank sends, including those to itself), the busiest device sends:
 
-    all-gather, reduce-scatter   inside  S (d - 1) / d        between  S (1 - d / n) / d
+    all-gather, reduce-scatter   inside  S (d - 1) / d        between  S (1 - f / n) / f
     all-reduce                   twice that
-    all-to-all                   inside  S (d - 1) / n        between  S (n - d) / n
+    all-to-all                   inside  S (d - 1) / n        between  S (n - f) / n
     point to point               S on the one link
 
-In a gather each device first receives the pieces of the devices at its position on the other nodes. Then it has n / d
-of the n pieces, S / d bytes, and gets the other S (d - 1) / d bytes inside its node. A reduce-scatter is the reverse.
+In a gather the devices of a node first receive, together, the pieces of all devices of other nodes, each an equal part.
+Then each gets the other pieces inside its node. A reduce-scatter is the reverse.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +69,8 @@ class Device:
         intra: the link inside a node.
         inter: the link between nodes.
         call: additional seconds of every action of a schedule.
+        launch: seconds that the host needs to launch one operation; it does so ahead of the device.
+        product, per_node: the machine that has it, and devices of its nodes; "" and 0 if that is not known.
         sources: where the numbers are from.
     """
 
@@ -78,6 +81,9 @@ class Device:
     intra: Link
     inter: Link
     call: float = 0.0
+    launch: float = 0.0
+    product: str = ""
+    per_node: int = 0
     sources: tuple[str, ...] = ()
 
     def rate(self, dtype: str) -> float:
@@ -93,20 +99,33 @@ class Device:
 
 
 class GroupShape(NamedTuple):
-    """Ranks of a group, and how many of them are on one node."""
+    """Ranks of a group, and how many of them are on one node.
+
+    Attributes:
+        per_node: on the node with the most.
+        fewest: on the node with the fewest; 0: as many on each.
+    """
 
     ranks: int
     per_node: int
+    fewest: int = 0
 
     @classmethod
     def of(cls, groups: RankGroups, devices_per_node: int) -> GroupShape:
-        """The span of the group that uses the most nodes."""
+        """The span of the group that is busiest between nodes."""
+        counts = (Counter(rank // devices_per_node for rank in group).values() for group in groups)
+        return min((cls.counted(each) for each in counts), key=lambda shape: (shape.least, -shape.per_node))
 
-        def widest(group: tuple[int, ...]) -> int:
-            return len({rank // devices_per_node for rank in group})
+    @classmethod
+    def counted(cls, on_nodes: Collection[int]) -> GroupShape:
+        """From the number of the group's ranks on each node."""
+        most, least = max(on_nodes), min(on_nodes)
+        return cls(sum(on_nodes), most, 0 if most == least else least)
 
-        group = max(groups, key=widest)
-        return cls(len(group), max(1, len(group) // widest(group)))
+    @property
+    def least(self) -> int:
+        """Ranks on the node with the fewest."""
+        return self.fewest or self.per_node
 
     @property
     def crosses_nodes(self) -> bool:
@@ -114,20 +133,35 @@ class GroupShape(NamedTuple):
         return self.per_node < self.ranks
 
 
-def collective_seconds(kind: str, nbytes: float, span: GroupShape, device: Device) -> float:
-    """Seconds of one collective; the module's table explains `nbytes`."""
+class LinkSeconds(NamedTuple):
+    """Seconds for which collectives use the link inside a node, and the one between nodes."""
+
+    inside: float = 0.0
+    between: float = 0.0
+
+    def plus(self, other: LinkSeconds, times: float = 1.0) -> LinkSeconds:
+        return LinkSeconds(self.inside + times * other.inside, self.between + times * other.between)
+
+
+def link_seconds(kind: str, nbytes: float, span: GroupShape, device: Device) -> LinkSeconds:
+    """Of one collective on each link; the module's table explains `nbytes`."""
     inside, between = _parts(kind, nbytes, span)
-    return max(device.intra.seconds(inside), device.inter.seconds(between))
+    return LinkSeconds(device.intra.seconds(inside), device.inter.seconds(between))
+
+
+def collective_seconds(kind: str, nbytes: float, span: GroupShape, device: Device) -> float:
+    """Seconds of one collective."""
+    return max(link_seconds(kind, nbytes, span, device))
 
 
 def _parts(kind: str, nbytes: float, span: GroupShape) -> tuple[float, float]:
-    """Bytes that one device sends inside its node, and to other nodes."""
-    n, d = span
+    """Bytes that the busiest device sends inside its node, and to other nodes."""
+    n, d, f = span.ranks, span.per_node, span.least
     if n == 1:
         return 0.0, 0.0
     if kind == POINT_TO_POINT:
         return (0.0, nbytes) if span.crosses_nodes else (nbytes, 0.0)
     if kind == ALL_TO_ALL:
-        return nbytes * (d - 1) / n, nbytes * (n - d) / n
+        return nbytes * (d - 1) / n, nbytes * (n - f) / n
     times = 2 if kind == ALL_REDUCE else 1
-    return times * nbytes * (d - 1) / d, times * nbytes * (1 - d / n) / d
+    return times * nbytes * (d - 1) / d, times * nbytes * (1 - f / n) / f

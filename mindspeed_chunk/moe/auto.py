@@ -3,7 +3,7 @@
 `costs` chooses it from the rows that the ranks will send and from rates that are measured in the call. The figures are
 the same on every rank, and so is the number.
 
-R ranks of the group, S slices that were counted, E experts, K experts per token, H hidden.
+G ranks of the group, S slices that were counted, E experts, K experts per token, H hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from mindspeed_chunk.config import ChunkMoEConfig
-from mindspeed_chunk.device import HostCopy, accelerator
+from mindspeed_chunk.device import HostCopy, accelerator, launch_seconds
 from mindspeed_chunk.dist import all_reduce_max, all_to_all, group_size
 from mindspeed_chunk.hardware import Device, Link
 from mindspeed_chunk.log import Rarely, say, say_once
@@ -66,9 +66,9 @@ class NumChunks:
             counts: of the call's slices, the same on every rank.
             dispatch: "per_expert" or "per_rank".
         """
-        counts_RSE = counts.all_RNE
+        counts_GSE = counts.all_GNE
         if self.settled is None:
-            if not torch.is_grad_enabled() or not counts_RSE.any():
+            if not torch.is_grad_enabled() or not counts_GSE.any():
                 return 1  # an evaluation, or a call without rows, says nothing about a training step
             choice = _choose(counts, arguments, ops, self._config, dispatch)
             # already equal, unless the ranks' configurations differ
@@ -77,9 +77,9 @@ class NumChunks:
             _log_choice(choice)
         num_chunks, max_rows = self.settled, self._config.chunk_moe_max_rows
         if max_rows:
-            while num_chunks < counts_RSE.shape[1] and received(counts_RSE, num_chunks).max() > max_rows:
+            while num_chunks < counts_GSE.shape[1] and received(counts_GSE, num_chunks).max() > max_rows:
                 num_chunks *= 2
-            self._warn_over(int(received(counts_RSE, num_chunks).max()), num_chunks)
+            self._warn_over(int(received(counts_GSE, num_chunks).max()), num_chunks)
         return num_chunks
 
     def _warn_over(self, rows: int, num_chunks: int) -> None:
@@ -92,31 +92,31 @@ class NumChunks:
             )
 
 
-def received(counts_RSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """Rows that each rank's experts get in each of `num_chunks` chunks, `[num_chunks, R]`."""
-    ranks = counts_RSE.shape[0]
-    return counts_RSE.unflatten(1, (num_chunks, -1)).unflatten(3, (ranks, -1)).sum(dim=(0, 2, 4))
+def received(counts_GSE: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """Rows that each rank's experts get in each of `num_chunks` chunks, `[num_chunks, G]`."""
+    ranks = counts_GSE.shape[0]
+    return counts_GSE.unflatten(1, (num_chunks, -1)).unflatten(3, (ranks, -1)).sum(dim=(0, 2, 4))
 
 
 def busiest_rows(counts: Counts, num_chunks: int, top_k: int, per_rank: bool) -> list[ChunkRows]:
     """The work of the busiest rank of each chunk."""
     merged = counts.merged(num_chunks)
-    counts_RNE, once_RNR = merged.all_RNE, merged.once_RNR
-    pairs_N = counts_RNE.sum(2).amax(0)
-    computed_N = received(counts.all_RNE, num_chunks).amax(1)
-    largest_N = counts_RNE.sum(0).amax(1)
+    counts_GNE, once_GNG = merged.all_GNE, merged.once_GNG
+    pairs_N = counts_GNE.sum(2).amax(0)
+    computed_N = received(counts.all_GNE, num_chunks).amax(1)
+    largest_N = counts_GNE.sum(0).amax(1)
     sent_N, received_N = pairs_N, computed_N
     if per_rank:
-        sent_N, received_N = once_RNR.sum(2).amax(0), once_RNR.sum(0).amax(1)
+        sent_N, received_N = once_GNG.sum(2).amax(0), once_GNG.sum(0).amax(1)
     columns = (pairs_N.add(top_k - 1) // top_k, sent_N, received_N, largest_N, computed_N)
     return list(itertools.starmap(ChunkRows, torch.stack(columns, dim=1).tolist()))
 
 
 def _choose(counts: Counts, arguments: Arguments, ops: BackEnd, config: ChunkMoEConfig, dispatch: str) -> ChunkChoice:
-    counts_RSE, top_k = counts.all_RNE, arguments.selected_experts.shape[1]
-    most_sent = int(counts_RSE.sum(dim=(1, 2)).max())
+    counts_GSE, top_k = counts.all_GNE, arguments.selected_experts.shape[1]
+    most_sent = int(counts_GSE.sum(dim=(1, 2)).max())
     shape = dataclasses.replace(arguments.shape(), tokens=-(-most_sent // top_k), dispatch=dispatch)
-    candidates = [n for n in CANDIDATES if counts_RSE.shape[1] % n == 0]
+    candidates = [n for n in CANDIDATES if counts_GSE.shape[1] % n == 0]
     return best_num_chunks(
         shape,
         measure(arguments, ops, most_sent // 4),
@@ -147,11 +147,12 @@ def measure(arguments: Arguments, ops: BackEnd, rows: int) -> Device:
         _seconds(lambda: ops.grouped_mm(rows_RH, fc1_LHF, groups), device),
         _seconds(lambda: ops.permute(rows_RH, index_T1), device),
         _seconds(lambda: ops.permute(rows_RH[:1], index_T1[:1]), device),
+        launch_seconds(device),
         *(_seconds(functools.partial(_exchange, size, hidden, arguments), device) for size in sizes),
     ]
     nanoseconds = torch.tensor([int(s * 1e9) + 1 for s in seconds], dtype=torch.int64).to(device)
     slowest = HostCopy(all_reduce_max(nanoseconds, group, "rates"), "rates").wait().tolist()
-    matmul, move, call, small, large = (n / 1e9 for n in slowest)
+    matmul, move, call, launch, small, large = (n / 1e9 for n in slowest)
     row = hidden * dtype.itemsize
     to_others = row * (ranks - 1)
     messages = ((sizes[0] * to_others, small), (sizes[1] * to_others, max(small, large)))
@@ -163,7 +164,8 @@ def measure(arguments: Arguments, ops: BackEnd, rows: int) -> Device:
         memory_rate=2 * rows_RH.nbytes / max(move - call, 1e-9),
         intra=link,
         inter=link,
-        call=call,
+        # a device whose host launches ahead does not wait for the end of an action
+        **({"call": call} if accelerator(device) is None else {"launch": launch}),
     )
 
 

@@ -222,23 +222,31 @@ class Timeline(NamedTuple):
         return 1 - self.exposed / self.communication if self.communication else 1.0
 
 
-def simulate(schedule: Schedule, cost: Callable[[Action], float]) -> Timeline:
+def simulate(
+    schedule: Schedule, cost: Callable[[Action], float], issue: Callable[[Action], float] = lambda action: 0.0
+) -> Timeline:
     """Run a schedule with costs, with one compute queue and one communication queue, both first in, first out.
 
     An all-to-all starts when its launch is reached and the communication queue is free; a launch itself costs nothing.
-    E waits for its D and U for its C. `cost` is in any unit; for D and C it is the time to send their rows.
+    E waits for its D and U for its C. The host issues one action after the other, ahead of the device. An action cannot
+    start before the host issues it, nor end before that is done; if it waits for the host, this counts as its own time.
+
+    Args:
+        cost: of an action in any unit; for D and C it is the time to send their rows.
+        issue: time that the host needs to issue it, in the same unit.
     """
-    compute = wire = 0.0
+    compute = wire = host = 0.0
     arrival: dict[Action, float] = {}
     spans = []
     for action in schedule:
+        issued, host = host, host + issue(action)
         if action.kind in "DC":
-            start = max(compute, wire)
+            start = max(compute, wire, host)
             wire = arrival[action] = start + cost(action)
             spans.append(Span(action, start, wire))
         else:
             awaited = {"E": "D", "U": "C"}.get(action.kind)
             start = max(compute, arrival.get(Action(awaited, action.chunk), 0.0)) if awaited else compute
-            compute = start + cost(action)
+            compute = max(max(start, issued) + cost(action), host)
             spans.append(Span(action, start, compute))
     return Timeline(tuple(sorted(spans, key=lambda span: span.start)), max(compute, wire))

@@ -1,4 +1,4 @@
-"""The rates of devices: a small table with the public source of every number, or the user's own file.
+"""The rates of devices: of the table (`known_devices.py`), or of the user's file.
 
 Rates are peak rates, so times computed from them are lower bounds: compare their ratios. A file with measured rates
 gives realistic times. A link's rate is that of one device in one direction.
@@ -6,7 +6,6 @@ gives realistic times. A link's rate is that of one device in one direction.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,48 +14,10 @@ from typing import Any, NamedTuple
 from mindspeed_chunk import yaml_text
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.hardware import Device, Link
+from mindspeed_chunk.known_devices import ALIASES, DEVICES, GIGA, TERA
 from mindspeed_chunk.wording import one_line
 
-GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
-
-_CLOUDMATRIX = "Serving Large Language Models on Huawei CloudMatrix384, arXiv:2506.12708, section 3"
-_DIE = "one die, which is what a rank drives; a package has two of everything: 752 TFLOPS, 128 GB, 392 GB/s, 400 Gbit/s"
-_H100 = "NVIDIA H100 Tensor Core GPU data sheet (SXM): 80 GB, 3.35 TB/s, 1979 and 3958 TFLOPS with sparsity"
-_H200 = "NVIDIA H200 Tensor Core GPU data sheet (SXM): 141 GB, 4.8 TB/s, 1979 and 3958 TFLOPS with sparsity"
-_NVLINK = "NVIDIA H100 and H200 data sheets: NVLink 900 GB/s, which is both directions together"
-_CONNECTX = "NVIDIA DGX H100/H200 data sheet: eight ConnectX-7 of 400 Gbit/s for eight GPUs"
-_DENSE = "NVIDIA H100 data sheet's footnote: dense rates are half of those with sparsity"
-
-
-def _hopper(name: str, memory: int, memory_rate: float, source: str) -> Device:
-    return Device(
-        name=name,
-        memory=memory * GIGA,
-        flops={"bf16": 989.5 * TERA, "fp8": 1979 * TERA},
-        memory_rate=memory_rate * TERA,
-        intra=Link(rate=450 * GIGA),
-        inter=Link(rate=50 * GIGA),
-        sources=(source, _DENSE, _NVLINK, _CONNECTX),
-    )
-
-
-# 1.6 TB/s per die: its four memory stacks. Inside a node the UB plane, between nodes the RDMA plane.
-_ASCEND_910C = Device(
-    name="ascend-910c",
-    memory=64 * GIGA,
-    flops={"bf16": 376 * TERA},
-    memory_rate=1.6 * TERA,
-    intra=Link(rate=196 * GIGA),
-    inter=Link(rate=25 * GIGA),
-    sources=(_CLOUDMATRIX, _DIE, "no fp8: its 8-bit matrix format is int8 (same paper)"),
-)
-DEVICES: dict[str, Device] = {
-    "ascend-910c": _ASCEND_910C,
-    # all nodes are in one supernode, which the UB plane connects at the same rate as inside a node (same paper)
-    "ascend-910c-supernode": dataclasses.replace(_ASCEND_910C, name="ascend-910c-supernode", inter=_ASCEND_910C.intra),
-    "h100": _hopper("h100", 80, 3.35, _H100),
-    "h200": _hopper("h200", 141, 4.8, _H200),
-}
+MICRO = 1e-6
 
 
 class _Number(NamedTuple):
@@ -85,6 +46,7 @@ _OPTIONAL = {
     "intra_latency_us": _LATENCY,
     "inter_latency_us": _LATENCY,
     "call_us": _LATENCY,
+    "launch_us": _LATENCY,
 }
 _TABLES = ("intra_messages", "inter_messages")
 _TEXTS = {"name": 80, "source": 500}  # characters at most
@@ -92,13 +54,14 @@ _MOST_MESSAGES = 1000
 
 
 def load_device(name: str) -> Device:
-    """A device of the table, or the one in a yaml or json file.
+    """A device of the table, by its name or one of `ALIASES`, or the one in a yaml or json file.
 
     Raises:
         ConfigError: naming the known devices, or the wrong key of the file.
     """
-    if name.lower() in DEVICES:
-        return DEVICES[name.lower()]
+    known = ALIASES.get(name.lower(), name.lower())
+    if known in DEVICES:
+        return DEVICES[known]
     path = Path(name)
     if os.sep not in name and not os.path.lexists(path):
         rule = f"neither a file nor a device of the table ({', '.join(DEVICES)})"
@@ -136,8 +99,10 @@ def _from_file(content: Any, path: Path) -> Device:
         flops={key.removeprefix("flops_"): value for key, value in numbers.items() if key.startswith("flops_")},
         memory_rate=numbers["memory_gb_per_s"],
         call=numbers.get("call_us", 0.0),
+        launch=numbers.get("launch_us", 0.0),
         sources=(_text(content, "source", path, str(path)),),
-        **links,
+        intra=links["intra"],
+        inter=links["inter"],
     )
 
 

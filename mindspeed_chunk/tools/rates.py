@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_chunk import ops
+from mindspeed_chunk.device import launch_seconds
 from mindspeed_chunk.dist import all_to_all
 from mindspeed_chunk.moe.schedule import build as build_schedule
 from mindspeed_chunk.ops.groups import Groups
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace, layer: BenchLayer, chunks: int) -> dict
         "memory_gb": 1 if options.device == "cpu" else devices.memory_bytes(options.device) / 1e9,
         f"flops_{FORMATS[options.dtype]}": flops / 1e12,
         "memory_gb_per_s": moved / 1e9,
-        "call_us": 1e6 * _call_seconds(small),
+        **_host(options, small),
         "intra_gb_per_s": rate / 1e9,
         "inter_gb_per_s": rate / 1e9,
         "intra_messages": messages,
@@ -92,6 +93,13 @@ def _compute_rates(options: argparse.Namespace, layer: BenchLayer, tokens: int) 
     operations = len(rows_RH) * options.hidden * options.intermediate * (4 + 2 + 4)
     nbytes = size * (2 * (tokens + len(all_RH)) * options.hidden + 3 * len(rows_RH) * options.intermediate)
     return operations / _median(matmuls, layer), nbytes / _median(moves, layer)
+
+
+def _host(options: argparse.Namespace, small: BenchLayer) -> dict[str, float]:
+    """What actions cost besides their work: a CPU ends each of them, the host of another device only launches them."""
+    if options.device == "cpu":
+        return {"call_us": 1e6 * _call_seconds(small)}
+    return {"launch_us": 1e6 * launch_seconds(small.device)}
 
 
 def _call_seconds(small: BenchLayer) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import Counter
 
 import torch
@@ -146,6 +147,7 @@ class Costs(TorchDispatchMode):
 
     Attributes:
         ops: how often each operation ran, by its name in aten; one in place has the name of the other.
+        times: when each operation ran, `time.perf_counter()`.
         on_ai_cpu: how often each operation and dtype ran on the AI CPU.
         not_in_the_wheel: operations for which torch_npu has no kernel, in none of their forms: they run on the host.
         scattered: elements of each scatter into one dimension.
@@ -155,6 +157,7 @@ class Costs(TorchDispatchMode):
         super().__init__()
         self._rows, self._hidden, self._host = rows, hidden, host
         self.ops: Counter[str] = Counter()
+        self.times: list[float] = []
         self.on_ai_cpu: Counter[str] = Counter()
         self.not_in_the_wheel: set[str] = set()
         self.scattered: list[int] = []
@@ -200,6 +203,7 @@ class Costs(TorchDispatchMode):
         elif name == "index_select" and id(operands[1]) in self._repeated:
             return  # a CPU repeats elements by their indices; an NPU has one kernel for both
         self.ops[name] += 1
+        self.times.append(time.perf_counter())
         if not name.startswith("npu_"):
             self._place(name, operands, results)
         if name in SCATTERS and operands[0].dim() == 1:

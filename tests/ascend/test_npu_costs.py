@@ -4,10 +4,12 @@ The counts are exact, so that a change is noticed. After a change that you want,
 `python docs/make`, which makes the table of docs/ascend.md from them.
 """
 
+import bisect
 import dataclasses
 import itertools
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ from host_sync import HostSync, no_host_sync
 from launcher import run_ranks
 from layer import Case, Layer, recomputed
 from mindspeed_chunk.config import KEEPS, ChunkMoEConfig
+from mindspeed_chunk.moe.costs import timing
 from mindspeed_chunk.moe.dispatcher import ChunkMoEDispatcher
+from mindspeed_chunk.moe.schedule import build
 from mindspeed_chunk.observe import observe
 
 TABLE = Path(__file__).with_name("costs.json")
@@ -91,6 +95,7 @@ def measured(call, rank, world_size):
     return {
         **dataclasses.asdict(call),
         "device_ops": costs.ops.total(),
+        "by_action": [] if call.recompute else by_action(call, events, costs),
         "on_ai_cpu": dict(costs.on_ai_cpu),
         "not_in_the_wheel": sorted(costs.not_in_the_wheel),
         "scattered": sum(n for n in costs.scattered if n > MOST_SCATTERED),
@@ -98,6 +103,20 @@ def measured(call, rank, world_size):
         "passes": costs.passes,
         "host_waits": sum(event.kind == "host_copy" for event in events),
     }
+
+
+def by_action(call, events, costs):
+    """Device ops of the actions of each kind, in the forward and in the backward.
+
+    An action has the ops since the one before: P0 also has those before the walk, and what comes after U is left out.
+    """
+    actions = [event for event in events if event.kind == "action"]
+    forward, before, counts = len(build("rolling", call.chunks)), 0.0, [Counter(), Counter()]
+    for place, event in enumerate(actions):
+        ops = bisect.bisect(costs.times, event.time) - bisect.bisect(costs.times, before)
+        counts[place >= forward][event.name[0]] += ops
+        before = event.time
+    return [dict(sorted(each.items())) for each in counts]
 
 
 def measure(rank, world_size, folder):
@@ -134,6 +153,13 @@ def test_the_counts_are_those_of_the_table(table):
     if os.environ.get("WRITE_COSTS"):
         TABLE.write_text("[\n" + ",\n".join(f" {json.dumps(costs)}" for costs in table) + "\n]\n")
     assert json.loads(TABLE.read_text()) == table, "WRITE_COSTS=1 writes them; see the top of this file"
+
+
+def test_the_planner_knows_how_often_the_host_launches(table):
+    for costs in table:
+        if costs["routing"] == "balanced" and costs["keep"] == "activations" and not costs["recompute"]:
+            for known, counted in zip(timing.LAUNCHES[costs["dispatch"]], costs["by_action"], strict=True):
+                assert counted == {kind: once + costs["chunks"] * each for kind, (once, each) in known.items()}, costs
 
 
 def test_routing_changes_nothing_that_the_host_does(table):
