@@ -74,6 +74,23 @@ def world(subject: Subject) -> Iterator[Problem]:
         yield Problem(ConfigError.about(path, given, rule, "remove it: MindSpeed-MM computes it"))
 
 
+def tensor(subject: Subject) -> Iterator[Problem]:
+    """As `mindspeed_mm/fsdp/params/parallel_args.py` of 26.1.0 and master."""
+    if (size := subject.get(SPLITS[0], 1)) > 1:
+        rule = "MindSpeed-MM's FSDP2 back end does not support tensor parallelism, and refuses to start"
+        yield Problem(ConfigError.about(SPLITS[0], size, rule, "set it to 1"))
+
+
+def ulysses_heads(subject: Subject) -> Iterator[Problem]:
+    size = subject.get(SPLITS[2], 1)
+    for key in ("num_attention_heads", "linear_num_key_heads") if size > 1 else ():
+        heads = subject.text_config.get(key)
+        if isinstance(heads, int) and heads > 0 and heads % size:
+            rule = f"must divide the model's {key}, {heads}: each rank of a sequence gets as many heads"
+            yield Problem(ConfigError.about(SPLITS[2], size, rule, "change it"))
+            return
+
+
 def global_size(subject: Subject) -> Iterator[Problem]:
     """MindSpeed-MM sets it to the product, whatever the yaml says; without accumulation the factor is 1."""
     given, samples = subject.get(GLOBAL), _samples(subject)
@@ -104,6 +121,10 @@ def accumulation(subject: Subject) -> Iterator[Problem]:
 RULES = (
     Rule("positive-size", ERROR, "A batch size, a number of steps or a parallel size below 1.", positive),
     Rule("world-split", ERROR, "The parallel sizes do not fit the number of ranks. Needs `--world`.", world),
+    Rule("tensor-parallel", ERROR, "`tensor_parallel_size` above 1, which MindSpeed-MM's FSDP2 back end refuses.",
+         tensor),
+    Rule("ulysses-heads", ERROR, "`ulysses_parallel_size` does not divide the model's attention heads, or the key "
+         "heads of its linear attention. Needs the model's config.", ulysses_heads),
     Rule("global-batch", WARNING, "`training.global_batch_size` is not micro batch x data-parallel size x "
          "accumulation, which MindSpeed-MM uses instead.", global_size),
     Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once per "

@@ -5,19 +5,27 @@ T tokens per call on this rank, K top-k, E experts of the model, L = E / ep expe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from mindspeed_chunk import keys, model_config
 from mindspeed_chunk.config import KEY_PREFIXES, ChunkMoEConfig, ConfigError
+from mindspeed_chunk.known_devices import DEVICES
 from mindspeed_chunk.lint.edits import Remove
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems, read_leniently
 from mindspeed_chunk.lint.rules_keys import respelt
 from mindspeed_chunk.moe import checks
 from mindspeed_chunk.moe.checks import DISPATCHER, EP_PLAN, NAME, SIZE
+from mindspeed_chunk.moe.costs.rows import LayerShape, resolve_dispatch, share_of_bytes
+from mindspeed_chunk.moe.costs.timing import chunk_times
 
 # docs/performance.md, "When not to chunk": below some hundred rows per expert and chunk, matmuls lose efficiency.
 MIN_ROWS = 128
 CHUNKS, CHUNK_SIZE = f"{EP_PLAN}.moe_num_chunks", f"{EP_PLAN}.moe_chunk_size"
+DISPATCH = f"{EP_PLAN}.chunk_moe_dispatch"
+MAX_EXPERTS = 2**16  # no model has as many: then the bytes are not computed, which takes time for each expert
+MAX_CHUNKS = 64  # of the simulated schedules
+LAUNCH_S = 20e-6  # assumed, for an NPU's host with operations whose sizes change: docs/ascend.md, "What a call costs"
 
 
 def enabled(subject: Subject) -> bool:
@@ -96,6 +104,18 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
         yield Problem(ConfigError.about(CHUNKS, number, rule, f"use {2 * resident} or more"))
 
 
+def one_chunk(subject: Subject) -> Iterator[Problem]:
+    config, wrong = _read(subject)
+    if (
+        enabled(subject)
+        and not wrong
+        and max(config.moe_num_chunks, config.moe_chunk_size) <= 1
+        and not config.chunk_moe_auto
+    ):
+        rule = "one chunk: no all-to-all runs while experts compute"
+        yield Problem(ConfigError.about(CHUNKS, config.moe_num_chunks, rule, "use 2 to 8, or chunk_moe_auto: true"))
+
+
 def collective(subject: Subject) -> Iterator[Problem]:
     config = _read(subject)[0]
     if enabled(subject) and config.moe_chunk_size and not config.moe_num_chunks:
@@ -152,6 +172,61 @@ def empty_chunks(subject: Subject) -> Iterator[Problem]:
         yield Problem(ConfigError.about(CHUNKS, count, rule, "use 2 to 8, or moe_chunk_size for a number of tokens"))
 
 
+def _shape(subject: Subject) -> LayerShape | None:
+    """The layer call in bf16, with one token if their number is not known; None without the sizes of a possible one."""
+    config, ep = subject.text_config, subject.get(SIZE, 1)
+    found = (
+        model_config.top_k(config), model_config.num_experts(config), config.get("hidden_size"),
+        config.get("moe_intermediate_size"),
+    )  # fmt: skip
+    sizes = [size for size in found if isinstance(size, int) and size > 0]
+    if not enabled(subject) or len(sizes) < len(found):
+        return None
+    k, experts, hidden, intermediate = sizes
+    if not k <= experts <= MAX_EXPERTS or ep < 2 or experts % ep:
+        return None
+    shape = LayerShape(
+        tokens=tokens(subject) or 1, hidden=hidden, intermediate=intermediate, experts=experts, top_k=k, ep=ep,
+        element_size=2,
+    )  # fmt: skip
+    return dataclasses.replace(shape, dispatch=resolve_dispatch(_read(subject)[0].chunk_moe_dispatch, shape))
+
+
+def dispatch_bytes(subject: Subject) -> Iterator[Problem]:
+    """What `auto` computes for rows and router weights in bf16."""
+    shape = _shape(subject)
+    if shape is None:
+        return
+    best, share = resolve_dispatch("auto", shape), share_of_bytes(shape)
+    times = share if shape.per_rank else 1 / share
+    if shape.dispatch != best and times > 1:
+        rule = (
+            f"sends {times:.2f} times the bytes of {best} with uniform routing (E = {shape.experts}, "
+            f"K = {shape.top_k}, EP = {shape.ep})"
+        )
+        yield Problem(ConfigError.about(DISPATCH, shape.dispatch, rule, "use auto"))
+
+
+def launch_bound(subject: Subject) -> Iterator[Problem]:
+    """By the planner's times for an Ascend 910C, if its host can launch one chunk fast enough."""
+    config, shape, num_tokens = _read(subject)[0], _shape(subject), tokens(subject)
+    if shape is None or not num_tokens or not 1 < (count := _chunks(config, num_tokens)) <= min(num_tokens, MAX_CHUNKS):
+        return
+    device = DEVICES["ascend-910c"]
+    hosts = dataclasses.replace(device, launch=LAUNCH_S)
+    (own, bound), (own_whole, bound_whole) = (
+        [1e3 * chunk_times(shape, each, num_chunks=n).total for each in (device, hosts)] for n in (count, 1)
+    )
+    if bound > 1.1 * own and bound_whole <= 1.1 * own_whole:
+        path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
+        rule = (
+            f"an Ascend 910C computes {count} chunks of {num_tokens} tokens faster than its host launches them: "
+            f"{bound:.1f} ms for a layer instead of {own:.1f} ms, and {bound_whole:.1f} ms in one chunk, at "
+            f"{1e6 * LAUNCH_S:.0f} us for a launch"
+        )
+        yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer chunks, or more tokens in a call"))
+
+
 def allgather(subject: Subject) -> Iterator[Problem]:
     ep, k = subject.get(SIZE, 1), model_config.top_k(subject.text_config)
     if subject.get(DISPATCHER) == "allgather" and k is not None and ep > k:
@@ -189,8 +264,14 @@ RULES = (
          "[performance](performance.md#when-not-to-chunk): T tokens per call at most (the smaller of "
          "`micro_batch_size` and `chunk_mbs`, times `cutoff_len`, over the context-parallel size), K top-k, N chunks, "
          "L experts per rank. Needs `cutoff_len` and the model's config.", few_rows),
+    Rule("one-chunk", NOTE, "`chunkmoe` without a number or a size of chunks, or with one chunk: nothing overlaps.",
+         one_chunk),
     Rule("chunk-size-collective", NOTE, "`moe_chunk_size` costs one more collective and host copy per call than "
          "`moe_num_chunks`.", collective),
+    Rule("dispatch-bytes", NOTE, "`chunk_moe_dispatch` is the kind of dispatch that sends more bytes than `auto` "
+         "would. Needs the model's config.", dispatch_bytes),
+    Rule("launch-bound", NOTE, "An Ascend 910C computes the chunks faster than its host launches them, at 20 us for a "
+         "launch: see the [planner](planner.md#launches). Needs `cutoff_len` and the model's config.", launch_bound),
     Rule("allgather-traffic", NOTE, "`allgather` with `expert_parallel_size` > top-k moves more rows than an "
          "all-to-all. Needs the model's config.", allgather),
 )  # fmt: skip

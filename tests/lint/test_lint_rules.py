@@ -1,5 +1,7 @@
 """Seeded mistakes: each is found, by its rule, in its line, and nothing is found in the yaml without it."""
 
+from pathlib import Path
+
 import pytest
 
 from lint_cases import CLEAN, EXAMPLE, ROOT, WORLD, spoilt
@@ -89,8 +91,18 @@ SEEDS = {
     "a size as a number": ("empty-chunks", f"{MOE}.moe_num_chunks", "more chunks than the 2048 tokens",
                            [(CHUNKS, "moe_num_chunks: 100000")]),
     "few rows by size": ("few-rows", f"{MOE}.moe_chunk_size", "at most 24 rows", [(CHUNKS, "moe_chunk_size: 64")]),
+    "one chunk": ("one-chunk", f"{MOE}.moe_num_chunks", "no all-to-all runs while", [(CHUNKS, "moe_num_chunks: 1")]),
+    "no number of chunks": ("one-chunk", f"{MOE}.moe_num_chunks", "use 2 to 8", [(f"    {CHUNKS}\n", "")]),
+    "tensor parallel": ("tensor-parallel", "parallel.tensor_parallel_size", "refuses to start",
+                        [("ulysses_parallel_size: 1", "tensor_parallel_size: 2")]),
+    "Ulysses and heads": ("ulysses-heads", "parallel.ulysses_parallel_size", "model's linear_num_key_heads, 2",
+                          [("ulysses_parallel_size: 1", "ulysses_parallel_size: 4")]),
     "chunk size": ("chunk-size-collective", f"{MOE}.moe_chunk_size", "one more collective",
                    [(CHUNKS, "moe_chunk_size: 512")]),
+    "a row per expert": ("dispatch-bytes", f"{MOE}.chunk_moe_dispatch", "times the bytes of per_rank with uniform",
+                         [add(CHUNKS, "    chunk_moe_dispatch: per_expert")]),
+    "launches": ("launch-bound", f"{MOE}.moe_num_chunks", "computes 4 chunks of 2048 tokens faster than its host",
+                 [(f"{EXAMPLE / 'tiny'}", f"{Path(__file__).parent / 'wide'}")]),
     "allgather": ("allgather-traffic", f"{MOE}.dispatcher", "on all 4 ranks",
                   [(DISPATCHER, "dispatcher: allgather"), ("expert_parallel_size: 2", "expert_parallel_size: 4")]),
     "misspelt dispatcher": ("misspelt-key", f"{MOE}.dispatchr", "nearest one is dispatcher",
