@@ -7,6 +7,7 @@ on rank 0. Exits with 1 where ChunkMBS takes more than one gather a direction an
 2.7 a recompute that is not cut gathers the experts once more.)
 """
 
+import argparse
 import sys
 
 import torch
@@ -29,10 +30,13 @@ RUNS = {
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dispatchers", nargs="+", default=("alltoall", "chunkmoe"))
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     counted = {}
-    for dispatcher in ("alltoall", "chunkmoe"):
+    for dispatcher in options.dispatchers:
         for name, overrides in RUNS.items():
             counted[dispatcher, name] = count((f"parallel.ep_plan.dispatcher={dispatcher}", *overrides))
     broken = []
