@@ -49,6 +49,7 @@ setup(
         "npu": ["torch_npu>=2.7.1,<2.14"],
         "test": [
             "pytest>=8",
+            "pytest-cov",
             "pytest-xdist",
             "hypothesis",
             "pydantic>=2",

@@ -18,7 +18,7 @@ fail() {
 make_environment() {
     local folder=$1 torch=$2 extras=$3
     local pip=("$folder/bin/python" -m pip --disable-pip-version-check --quiet --quiet)
-    make_venv "$folder"
+    make_venv "$folder" "$extras"
     stage "torch $torch"
     "${pip[@]}" install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch"
     stage "mindspeed_chunk with [$extras]${PACKAGE:+ from $PACKAGE}"
@@ -30,12 +30,14 @@ make_environment() {
     fi
 }
 
-# make_venv FOLDER: a virtual environment with only pip; an existing one is kept.
+# make_venv FOLDER [EXTRAS]: a virtual environment with only pip; an existing one is kept. transformers, of the extra
+# standalone, is what needs Python 3.11.
 make_venv() {
-    local folder=$1 python=${PYTHON:-python3}
-    command -v "$python" >/dev/null || fail "$python: not found; install Python 3.11 to 3.13 or set PYTHON"
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
-        fail "$python is $("$python" -V 2>&1): needs Python 3.11 to 3.13; set PYTHON to one"
+    local folder=$1 python=${PYTHON:-python3} oldest=11
+    [[ ,${2:-standalone}, == *,standalone,* ]] || oldest=10
+    command -v "$python" >/dev/null || fail "$python: not found; install Python 3.$oldest to 3.13 or set PYTHON"
+    "$python" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info[:2] <= (3, 13))" ||
+        fail "$python is $("$python" -V 2>&1): needs Python 3.$oldest to 3.13; set PYTHON to one"
     if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
         ensure_venv "$python"
         stage "virtual environment: $folder ($("$python" -V))"

@@ -35,8 +35,10 @@ def test_pythons():
     # the scripts install the embedded trainer, and with it what its transformers needs
     needed = Version(lowest(SpecifierSet(importlib.metadata.metadata("transformers")["Requires-Python"])))
     script = (ROOT / "ci" / "environment.sh").read_text()
-    assert f"({needed.major}, {needed.minor}) <= sys.version_info[:2] <= ({last.replace('.', ', ')})" in script
-    assert script.count(f"Python {needed.major}.{needed.minor} to {last}") == 2
+    assert f" oldest={needed.minor}\n" in script and f"|| oldest={Version(first).minor}\n" in script
+    assert f"(3, $oldest) <= sys.version_info[:2] <= ({last.replace('.', ', ')})" in script
+    assert script.count(f"Python 3.$oldest to {last}") == 2
+    assert f"if at_least {needed.minor}; then" in (ROOT / "ci" / "short.sh").read_text()
     ruff = re.search(r'target-version = "py(\d)(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
     assert ".".join(ruff) == first
 
