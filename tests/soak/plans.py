@@ -28,8 +28,8 @@ from unittest import mock
 
 import yaml
 
+from mindspeed_chunk.known_devices import DEVICES
 from mindspeed_chunk.planner.compare.recipes import RECIPES
-from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.model import BUILT_IN, MODEL_TYPE
 from mindspeed_chunk.tools import plan
 
