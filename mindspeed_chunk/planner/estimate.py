@@ -13,18 +13,19 @@ Memory of a rank at its peak (in the backward of one block), in bytes:
 
 Seconds of a step: a forward of a block costs f, its backward 2f, its recompute another f. A pipeline of PP stages and m
 micro batches is idle for (PP - 1) / m of its time (Narayanan et al., arXiv:2104.04473). FSDP2's gather of a block runs
-during the block before it, so only the time by which it is longer than that block's work counts. In the backward of
-every pass the reduce-scatter is added to the gather (`traffic.py`). Transfers of offloaded activations are assumed to
-be hidden. Images are not counted.
+during the block before it, and shares the links with that block's own exchanges. So only the time counts by which
+both together are longer than that block's work. In the backward of every pass the reduce-scatter is added to the gather
+(`traffic.py`). A step is never shorter than all that its busiest link sends. Transfers of offloaded activations are
+assumed to be hidden. Images are not counted.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
-from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, GroupShape, collective_seconds
+from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER, GroupShape, LinkSeconds, link_seconds
 from mindspeed_chunk.moe.costs.memory import ExpertMemory, expert_memory
 from mindspeed_chunk.moe.costs.rows import LayerShape, balanced_rows
 from mindspeed_chunk.moe.costs.timing import ChunkTimes, chunk_times
@@ -45,27 +46,35 @@ class Estimate(NamedTuple):
     """Attributes:
     memory: bytes of one rank by part.
     seconds: of one optimizer step by part.
+    links: seconds for which the busiest rank uses each link in a step, if no two of its collectives do so together.
     host: bytes of offloaded activations of one rank.
     """
 
     setting: Setting
     memory: dict[str, int]
     seconds: dict[str, float]
+    links: LinkSeconds
     host: int
     expert: ExpertMemory
     times: ChunkTimes
 
     @property
     def peak(self) -> int:
+        """Bytes of all parts together."""
         return sum(self.memory.values())
 
     @property
     def step(self) -> float:
+        """Seconds of all parts together."""
         return sum(self.seconds.values())
 
 
 class _LayerEstimate(NamedTuple):
-    """A call of an MoE layer, and the block around it; seconds of both directions, and how many of them are exposed."""
+    """A call of an MoE layer, and the block around it.
+
+    Attributes:
+        forward, exposed: seconds of the forward, and how many of them are exposed; in the backward the other two.
+    """
 
     memory: ExpertMemory
     block: BlockBytes
@@ -76,17 +85,17 @@ class _LayerEstimate(NamedTuple):
     exposed_back: float
 
 
-def _once(method: _Method) -> _Method:
+def once(method: _Method) -> _Method:
     """A method of `Estimator` that is called once for equal arguments: many settings share them."""
 
     @functools.wraps(method)
-    def once(self: Estimator, *of: Hashable) -> Any:
+    def known(self: Estimator, *of: Hashable) -> Any:
         key = (method, *of)
         if key not in self.known:
             self.known[key] = method(self, *of)
         return self.known[key]
 
-    return cast(_Method, once)
+    return cast(_Method, known)
 
 
 class Estimator:
@@ -101,9 +110,10 @@ class Estimator:
         span, how = self._span(layout, "ep"), (setting.num_chunks, setting.schedule, setting.keep)
         layer = self._layer(setting.layer(job), span, layout.tp, *how)
         memory, host = self._memory(setting, layer)
-        return Estimate(setting, memory, self._seconds(setting, layer), host, layer.memory, layer.times)
+        seconds, links = self._seconds(setting, layer)
+        return Estimate(setting, memory, seconds, links, host, layer.memory, layer.times)
 
-    @_once
+    @once
     def _layer(
         self, shape: LayerShape, span: GroupShape, tp: int, num_chunks: int, schedule: str, keep: str
     ) -> _LayerEstimate:
@@ -111,12 +121,14 @@ class Estimator:
         memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
         times = chunk_times(shape, job.device, span, dtype=job.compute, schedule=schedule, keep=keep, rows=rows)
         block = block_bytes(job.model, shape.tokens, job.element_size, memory, tp)
-        return _LayerEstimate(memory, block, times, *(value for each in times for value in (each.total, each.exposed)))
+        directions = (times.forward, times.backward)
+        return _LayerEstimate(memory, block, times, *(v for each in directions for v in (each.total, each.exposed)))
 
     def _span(self, layout: Layout, kind: str) -> GroupShape:
         return layout.span(kind, self.job.devices_per_node)
 
     def sharding(self, ep: int) -> Sharding:
+        """How FSDP2 spreads the model over the job's ranks."""
         return Sharding(self.job.world, ep, train_vision=self.job.train_vision)
 
     # memory
@@ -145,11 +157,11 @@ class Estimator:
         words = -(-job.model.vocab_size // setting.layout.tp)  # of the rank with the most
         return setting.micro_batch * setting.loss_chunk(job) * words * (job.element_size + 4 + 4)
 
-    @_once
+    @once
     def _state(self, layout: Layout) -> StateBytes:
         return state_bytes(self.job.model, self.sharding(layout.ep), self.job.recipe)
 
-    @_once
+    @once
     def _gathered(self, ep: int) -> int:
         blocks: dict[str, int] = {}  # elements of each while it is gathered, its experts included
         for unit in self._block_units(ep):
@@ -164,7 +176,8 @@ class Estimator:
 
     # time
 
-    def _seconds(self, setting: Setting, layer: _LayerEstimate) -> dict[str, float]:
+    def _seconds(self, setting: Setting, layer: _LayerEstimate) -> tuple[dict[str, float], LinkSeconds]:
+        """Seconds by part, and on the links."""
         layout, passes, job = setting.layout, setting.accumulation, self.job
         layers, chunks, tokens = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.tokens(job)
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
@@ -177,22 +190,52 @@ class Estimator:
             "exposed all-to-all": count * (layer.exposed * (1 + again) + layer.exposed_back),
             "head": self._head_seconds(setting),
         }
-        forward = chunks * (dense + layer.forward)
-        backward = chunks * (_BACKWARD * dense + layer.backward + again * (dense + layer.forward))
-        seconds |= self._exposed_gathers(setting, forward, backward)
         # hidden by nothing: collectives of TP, CP and a distributed optimizer, sends and bubble of a pipeline
-        sent = self._sent(layout, tokens, chunks * passes)
+        sent, links = self._sent(layout, tokens, chunks * passes, bool(again))
+        exchanged, exchanged_back = layer.times.links
+        links = links.plus(exchanged, count * (1 + again)).plus(exchanged_back, count)
+        # a block of one pass: its work, and its exchanges on the links
+        context = self._context(layout, tokens)
+        forward = chunks * (dense + layer.forward + max(context))
+        backward = chunks * (_BACKWARD * dense + layer.backward + max(context)) + again * forward
+        busy = [chunks * (own + other) for own, other in zip(exchanged, context)]
+        busy_back = [chunks * (own + other) + again * f for own, other, f in zip(exchanged_back, context, busy)]
+        exposed, gathered = self._gathers(setting, ((forward, busy), (backward, busy_back)))
+        links = links.plus(gathered)
+        seconds["exposed gathers"] = exposed
         work = sum(seconds.values()) + sent
         seconds["model parallel"] = sent + work * (layout.pp - 1) / passes
         # every byte of the state is read and written once
         seconds["optimizer"] = 2 * self._state(layout).total / job.device.memory_rate
-        return seconds
+        seconds["exposed gathers"] += max(0.0, max(links) - sum(seconds.values()))
+        return seconds, links
 
-    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> dict[str, float]:
-        """Of all blocks and passes; `forward` and `backward` are seconds of a block's work that hides them."""
-        gather, reduce = self._block_collectives(setting.layout.ep)
-        one = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-        return {"exposed gathers": self.job.model.num_hidden_layers * setting.accumulation * one}
+    def _gathers(
+        self, setting: Setting, directions: Iterable[tuple[float, Iterable[float]]]
+    ) -> tuple[float, LinkSeconds]:
+        """Seconds of FSDP2's collectives in a step that no work hides, and all of theirs on the links.
+
+        Args:
+            directions: of a block's forward and backward, the seconds of its work, and on the links those of its
+                exchanges.
+        """
+        *loads, all_units = self._unit_collectives(setting.layout.ep)
+        exposed = sum(
+            max(0.0, max(own + load for own, load in zip(busy, loads_of)) - work)
+            for (work, busy), loads_of in zip(directions, loads, strict=True)
+        )
+        passes = setting.accumulation
+        return self.job.model.num_hidden_layers * passes * exposed, LinkSeconds().plus(all_units, passes)
+
+    @once
+    def _context(self, layout: Layout, tokens: int) -> LinkSeconds:
+        """On the links, the exchanges of ranks that share a sequence, in the forward of the mean block."""
+        job, links = self.job, LinkSeconds()
+        if layout.cp > 1:
+            span = self._span(layout, "cp")
+            for kind, calls, nbytes in ulysses_traffic(job.model, layout.cp, tokens, job.element_size, directions=1):
+                links = links.plus(link_seconds(kind, nbytes / calls, span, job.device), calls)
+        return LinkSeconds().plus(links, 1 / job.model.num_hidden_layers)
 
     def core_share(self) -> float:
         """Of a block's forward operations, those of its attention core."""
@@ -201,7 +244,7 @@ class Estimator:
         dense, core = 2 * self._dense_weights() / model.num_hidden_layers, self._core_operations()
         return core / (dense + core + experts)
 
-    @_once
+    @once
     def _dense_seconds(self, tokens: int) -> float:
         """The forward of everything in the mean block except its experts."""
         job = self.job
@@ -218,7 +261,7 @@ class Estimator:
         delta = (model.num_hidden_layers - full) * 6 * model.linear_value_width * model.linear_key_head_dim
         return (attention + delta) / model.num_hidden_layers
 
-    @_once
+    @once
     def _dense_weights(self) -> int:
         prefix = "model.language_model.layers."
         return sum(p.numel for p in self.job.model.parameters() if p.name.startswith(prefix) and not p.expert)
@@ -229,24 +272,30 @@ class Estimator:
         operations = 2 * tokens * job.model.vocab_size * job.model.hidden_size * (1 + _BACKWARD)
         return operations / job.device.rate(job.compute) / layout.tp
 
-    @_once
-    def _block_collectives(self, ep: int) -> tuple[float, float]:
-        """Seconds of FSDP2's gathers and of its reduce-scatters for the mean block."""
-        job, gather, reduce = self.job, 0.0, 0.0
-        layout = Layout(ep=ep, dp=job.world)
-        for unit in self._block_units(ep):
+    @once
+    def _unit_collectives(self, ep: int) -> tuple[LinkSeconds, LinkSeconds, LinkSeconds]:
+        """On the links: of the mean block's forward and backward, and of all units in a pass."""
+        job, layout = self.job, Layout(ep=ep, dp=self.job.world)
+        gather = reduce = others = LinkSeconds()
+        blocks = {unit.name for unit in self._block_units(ep)}
+        for unit in units(job.model, self.sharding(ep)):
             span, elements = self._span(layout, "edp" if unit.expert else "dp_cp"), unit.gathered()
-            gather += collective_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
-            reduce += collective_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
-        return gather / job.model.num_hidden_layers, reduce / job.model.num_hidden_layers
+            gathered = link_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
+            reduced = link_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
+            if unit.name in blocks:
+                gather, reduce = gather.plus(gathered), reduce.plus(reduced)
+            elif unit.trained:
+                others = others.plus(gathered, 2).plus(reduced)
+        share = 1 / job.model.num_hidden_layers
+        both = gather.plus(reduce)
+        return LinkSeconds().plus(gather, share), LinkSeconds().plus(both, share), others.plus(gather).plus(both)
 
     # traffic
 
-    @_once
-    def _sent(self, layout: Layout, tokens: int, passes: int) -> float:
-        job = self.job
-        own = self._own_traffic(layout, tokens, passes)
-        return sum(each.seconds(layout, job.devices_per_node, job.device) for each in own)
+    def _sent(self, layout: Layout, tokens: int, passes: int, again: bool) -> tuple[float, LinkSeconds]:
+        """Seconds of the collectives that nothing hides, and on the links."""
+        context, times = self._context(layout, tokens), self.job.model.num_hidden_layers * passes * (2 + again)
+        return times * max(context), LinkSeconds().plus(context, times)
 
     def traffic(self, setting: Setting) -> list[Collective]:
         """All collectives of one step, balanced."""
@@ -254,19 +303,19 @@ class Estimator:
         passes = setting.accumulation * setting.micro_chunks
         how: dict[str, Any] = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         experts = expert_traffic(model, setting.layer(self.job), passes=passes, **how)
-        own = self._own_traffic(setting.layout, setting.tokens(self.job), passes)
+        own = self._own_traffic(setting.layout, setting.tokens(self.job), passes, again)
         return self._fsdp_traffic(setting) + own + experts
 
     def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
         sharding = self.sharding(setting.layout.ep)
         return fsdp_traffic(self.job.model, sharding, self.job.recipe, setting.accumulation)
 
-    def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
-        """What nothing hides: here the exchanges of ranks that share a sequence."""
-        job = self.job
+    def _own_traffic(self, layout: Layout, tokens: int, passes: int, again: bool) -> list[Collective]:
+        """What nothing hides: here the exchanges of ranks that share a sequence. `again`: blocks are recomputed."""
+        job, directions = self.job, 3 if again else 2
         if layout.cp == 1:
             return []
         return [
             Collective("cp", kind, layout.cp, calls * passes // layout.pp, nbytes * passes // layout.pp)
-            for kind, calls, nbytes in ulysses_traffic(job.model, layout.cp, tokens, job.element_size)
+            for kind, calls, nbytes in ulysses_traffic(job.model, layout.cp, tokens, job.element_size, directions)
         ]

@@ -12,11 +12,18 @@ from mindspeed_chunk.planner.state import FSDP_MODULES, VISION
 
 _BLOCKS = "model.language_model.layers.{*}"
 _EXPERTS = f"{_BLOCKS}.mlp.experts"
+_VISION_BLOCKS = f"{VISION}.blocks.{{*}}"
 
 
 def fragments(job: Job, setting: Setting) -> str:
-    """The sections `parallel`, `features`, `training` and `data`; `model` if something is frozen."""
-    content: dict[str, Any] = {} if job.train_vision else {"model": {"freeze": [VISION]}}
+    """The sections `parallel`, `features`, `training` and `data`; `model` if something of it changes.
+
+    A list replaces that of the stock file, so the vision tower's blocks are in it, too, as they are there.
+    """
+    model: dict[str, Any] = {} if job.train_vision else {"freeze": [VISION]}
+    if setting.layout.cp > 1:
+        model["attn_implementation"] = "flash_attention_2"  # what the stock yamls ask for with Ulysses
+    content: dict[str, Any] = {"model": model} if model else {}
     content |= {
         "parallel": _parallel(job, setting),
         "features": _features(job, setting),
@@ -54,12 +61,13 @@ def _parallel(job: Job, setting: Setting) -> dict[str, Any]:
 
 def _features(job: Job, setting: Setting) -> dict[str, Any]:
     recompute, offload = setting.policy != "none", setting.policy == "offload"
+    blocks = [_VISION_BLOCKS, _BLOCKS] if job.train_vision else [_BLOCKS]
     features: dict[str, Any] = {"recompute": recompute}
     if recompute:
-        features["recompute_plan"] = {"apply_modules": [_BLOCKS]}
+        features["recompute_plan"] = {"apply_modules": blocks}
     features["enable_activation_offload"] = offload
     if offload:
-        features["activation_offload_plan"] = {"apply_modules": [_BLOCKS]}
+        features["activation_offload_plan"] = {"apply_modules": list(blocks)}
     features["enable_chunk_mbs"] = bool(setting.chunk_mbs)
     if setting.chunk_mbs:
         features["chunkmbs_plan"] = {"apply_modules": [_BLOCKS], "chunk_mbs": setting.chunk_mbs}

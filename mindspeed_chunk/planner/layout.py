@@ -89,14 +89,18 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _span(stride: int, size: int, world: int, devices_per_node: int) -> GroupShape:
-    """The span of groups of `size` ranks with distance `stride`; a block of stride x size ranks has `stride` groups."""
-    reach, block = stride * (size - 1), stride * size
+    """The busiest span of groups of `size` ranks with distance `stride`; a block of stride x size ranks has `stride` of
+    them.
+    """
+    block, each = stride * size, devices_per_node // stride
     if stride >= devices_per_node:
         return GroupShape(size, 1)
-    # a group has ranks on every node between its ends: the most if its first rank is as late on a node as possible
+    if devices_per_node % stride == 0 and (size % each == 0 or each % size == 0):
+        return GroupShape(size, min(size, each))  # groups begin where a node or an equal part of it begins
+    # the places of blocks in their first nodes are repeated
     starts = range(0, min(world, math.lcm(block, devices_per_node)), block)
-    latest = max(min(start % devices_per_node + stride, devices_per_node) - 1 for start in starts)
-    return GroupShape(size, max(1, size // ((latest + reach) // devices_per_node + 1)))
+    groups = tuple(tuple(range(start + place, start + block, stride)) for start in starts for place in range(stride))
+    return GroupShape.of(groups, devices_per_node)
 
 
 def layouts(

@@ -235,13 +235,6 @@ def _wrong(name: str, key: str, value: object, rule: str) -> ConfigError:
 
 
 @functools.lru_cache(maxsize=16)
-def num_by_kind(size: ModelSize) -> tuple[int, int]:
-    """Elements of everything except the experts, and of the experts."""
-    experts = sum(parameter.numel for parameter in size.parameters() if parameter.expert)
-    return size.num_parameters() - experts, experts
-
-
-@functools.lru_cache(maxsize=16)
 def _all_parameters(size: ModelSize) -> tuple[Parameter, ...]:
     return tuple(_parameters(size))
 

@@ -53,6 +53,7 @@ def page(report: dict[str, Any]) -> str:
     body = [
         f"<h1>Plan: {escape(title)}</h1>",
         *(f'<p class="soft">{escape(line)}</p>' for line in lines),
+        _given(report),
         _recommendation(report["recommendation"]),
         '<div class="charts">',
         _memory_panel(report),
@@ -70,6 +71,15 @@ def _colours() -> str:
     return "".join(
         f".c{n} {{ fill: var(--c{n}); background: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }} " for n in range(8)
     )
+
+
+def _given(report: dict[str, Any]) -> str:
+    """The estimate of a yaml as it is, if there is one."""
+    if (estimate := report.get("given")) is None:
+        return ""
+    notes = "".join(f"<li>{escape(sentence)}</li>" for sentence in estimate["notes"])
+    shown = "".join(map(markup, tables.given(estimate, report["job"]["budget"])))
+    return f"<h2>The yaml: {escape(estimate['title'])}</h2><ul>{notes}</ul>{shown}"
 
 
 def _recommendation(recommendation: dict[str, Any]) -> str:

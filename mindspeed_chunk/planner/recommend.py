@@ -1,7 +1,9 @@
 """Goes through the settings that MindSpeed-MM's FSDP2 back end has, and recommends one, with reasons.
 
-A setting must leave `reserve` of the memory free. Among those that do, and are at most 1 % slower than the fastest, the
-plainest is recommended: fewer chunks, more kept, less recomputed, smaller groups.
+A setting must leave `reserve` of the memory free. What blocks keep outside their experts is counted, and has not been
+measured. So settings that keep all of it come after those that recompute. Among the first that fit, and are at most 1 %
+slower than the fastest, the plainest is recommended: fewer chunks, more kept, less recomputed, smaller groups, fewer
+passes and micro-chunks.
 """
 
 from __future__ import annotations
@@ -26,6 +28,22 @@ _RUNNERS_UP = 4
 _LARGEST_MICRO_BATCH = 8
 
 
+class Only(NamedTuple):
+    """Narrows the search to settings with these values; None: any."""
+
+    ep: int | None = None
+    cp: int | None = None
+    micro_batch: int | None = None
+    num_chunks: int | None = None
+
+    def allows(self, setting: Setting) -> bool:
+        values = (setting.layout.ep, setting.layout.cp, setting.micro_batch, setting.num_chunks)
+        return all(wanted in (None, value) for wanted, value in zip(self, values, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if value is not None)
+
+
 class Recommendation(NamedTuple):
     """Attributes:
     best: None if nothing fits.
@@ -46,12 +64,14 @@ class Recommendation(NamedTuple):
         return self.best or self.smallest
 
 
-def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
+def recommend(job: Job, estimator: Estimator | None = None, only: Only | None = None) -> Recommendation:
     """Raises:
     ConfigError: if no layout fits the world, the model and the batch.
     """
-    estimator = estimator or Estimator(job)
-    tried = [estimator(setting) for setting in candidates(job)]
+    estimator, only = estimator or Estimator(job), only or Only()
+    tried = [estimator(setting) for setting in candidates(job) if only.allows(setting)]
+    if not tried and any(value is not None for value in only):
+        raise ConfigError(f"{only}: no setting of {job.world} ranks and {job.global_batch} samples has that; change it")
     if not tried:
         rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
@@ -65,16 +85,28 @@ def recommend(job: Job, estimator: Estimator | None = None) -> Recommendation:
         return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)], of_layout)
     best = best_of(job, fitting)
     why = list(_why(job, estimator, best, of_layout))
+    counted = next((each for each in fitting if _only_counted(each)), None)
+    if counted is not None and counted.step < best.step:
+        why.append(_without_recompute(best, counted))
     return Recommendation(best, smallest, _runners_up(best, fitting), why, of_layout)
 
 
 def best_of(job: Job, estimates: list[Estimate]) -> Estimate:
-    """Of those that fit, the plainest within 1 % of the fastest; if none fits, the one with the least memory."""
+    """Of those that fit, the plainest within 1 % of the fastest; if none fits, the one with the least memory.
+
+    One that rests on what was only counted is taken if no other fits.
+    """
     fitting = [each for each in estimates if each.peak <= job.budget]
     if not fitting:
         return min(estimates, key=lambda each: each.peak)
+    fitting = [each for each in fitting if not _only_counted(each)] or fitting
     fastest = min(each.step for each in fitting)
     return min((each for each in fitting if each.step <= _SAME * fastest), key=_complexity)
+
+
+def _only_counted(each: Estimate) -> bool:
+    """Its memory rests on all activations of all blocks, which have not been measured."""
+    return each.setting.policy == "none"
 
 
 def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
@@ -89,7 +121,7 @@ def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
     for each in by_character.values():
         (rest if each.setting.policy in policies else first).append(each)
         policies.add(each.setting.policy)
-    return sorted((first + rest)[:_RUNNERS_UP], key=lambda each: each.step)
+    return sorted((first + rest)[:_RUNNERS_UP], key=lambda each: (_only_counted(each), each.step))
 
 
 def candidates(job: Job) -> Iterator[Setting]:
@@ -133,7 +165,11 @@ def _batches(samples: int) -> Iterator[tuple[int, int, int]]:
 def _complexity(each: Estimate) -> tuple:
     setting = each.setting
     place = (_POLICIES.index(setting.policy), setting.layout.cp, setting.layout.ep)
-    return (setting.num_chunks, KEEPS.index(setting.keep), *place, bool(setting.chunk_mbs), each.step)
+    batch = (
+        setting.accumulation,
+        setting.micro_chunks,
+    )  # one pass gathers once, and a batch that is not cut is simpler
+    return (setting.num_chunks, KEEPS.index(setting.keep), *place, *batch, each.step)
 
 
 def _character(each: Estimate) -> tuple:
@@ -165,7 +201,7 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
             f"Recompute {setting.policy}, keep {setting.keep}: with everything kept the peak is "
             f"{fixed(plain.peak / 1e9, 1)} GB, which {verdict}."
         )
-    if setting.policy == "none":
+    if _only_counted(best):
         yield (
             "Nothing is recomputed: what blocks keep outside their experts is counted, not measured. Look at the "
             "memory of a first step, or take a runner-up that recomputes."
@@ -188,6 +224,14 @@ def _why(job: Job, estimator: Estimator, best: Estimate, of_layout: dict[Layout,
         )
     if job.imbalance > 1:
         yield _imbalance(job, setting.layout)
+
+
+def _without_recompute(best: Estimate, counted: Estimate) -> str:
+    return (
+        f"Without recompute, {counted.setting.title()} would take {fixed(counted.step / best.step, 2)} of the time, if "
+        f"its {fixed(counted.peak / 1e9, 1)} GB are right: what blocks keep outside their experts is counted, not "
+        "measured. Look at the memory of a first step."
+    )
 
 
 def _imbalance(job: Job, layout: Layout) -> str:

@@ -19,8 +19,10 @@ from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.compare.ring import ring_problem, ring_traffic
 from mindspeed_chunk.planner.estimate import Estimate, Estimator
 from mindspeed_chunk.planner.fragments import fragments
+from mindspeed_chunk.planner.given import Given
 from mindspeed_chunk.planner.layout import KINDS, Layout
-from mindspeed_chunk.planner.recommend import Recommendation, recommend
+from mindspeed_chunk.planner.numbers import fixed
+from mindspeed_chunk.planner.recommend import Only, Recommendation, recommend
 from mindspeed_chunk.planner.sequence import ulysses_problem, ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.state import state_bytes
@@ -31,13 +33,19 @@ _SHOWN_LAYOUTS = 6
 _CONTEXTS = {"ulysses": (ulysses_problem, ulysses_traffic), "ring": (ring_problem, ring_traffic)}
 
 
-def make_report(job: Job) -> dict[str, Any]:
-    """Raises ConfigError if nothing can be recommended."""
+def make_report(job: Job, given: Given | None = None, only: Only | None = None) -> dict[str, Any]:
+    """Raises ConfigError if nothing can be recommended.
+
+    Args:
+        given: a yaml's setting for this job, estimated in addition.
+        only: narrows the search.
+    """
     estimator = Estimator(job)
-    recommendation = recommend(job, estimator)
+    recommendation = recommend(job, estimator, only)
     chosen = recommendation.chosen
     return {
         "job": _job(job),
+        **({"given": _given(estimator, given, recommendation)} if given else {}),
         "recommendation": _recommendation(job, recommendation),
         "layouts": list(_layouts(job, estimator, recommendation)),
         "precision": list(_precision(estimator, chosen.setting)),
@@ -58,6 +66,8 @@ def _job(job: Job) -> dict[str, Any]:
         "active_parameters": model.num_active(),
         "device": device.name,
         "device_sources": list(device.sources),
+        "product": device.product,
+        "product_per_node": device.per_node,
         "memory": round(device.memory),
         "budget": round(job.budget),
         "nodes": job.nodes,
@@ -80,7 +90,23 @@ def _as_json(each: Estimate) -> dict[str, Any]:
         "host": each.host,
         "seconds": each.seconds,
         "step": each.step,
+        "links": each.links._asdict(),
     }
+
+
+def _given(estimator: Estimator, given: Given, recommendation: Recommendation) -> dict[str, Any]:
+    """The estimate of a yaml as it is, and what would make it fit, or faster."""
+    job, own, best = estimator.job, estimator(given.setting), recommendation.best
+    notes = [*given.notes]
+    if own.peak > job.budget and best is not None:
+        part = max(own.memory, key=own.memory.__getitem__)
+        notes.append(
+            f"It does not fit: the largest part is {part} with {fixed(own.memory[part] / 1e9, 1)} GB. This would fit: "
+            f"{best.setting.title()}, {fixed(best.peak / 1e9, 1)} GB, {fixed(best.step, 3)} s per step."
+        )
+    elif best is not None and best.step < 0.99 * own.step:
+        notes.append(f"Faster: {best.setting.title()}, {fixed(best.step / own.step, 2)} of the time.")
+    return _as_json(own) | {"fits": own.peak <= job.budget, "notes": notes}
 
 
 def _recommendation(job: Job, recommendation: Recommendation) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.hardware import Device
-from mindspeed_chunk.moe.costs.rows import LayerShape, chosen
+from mindspeed_chunk.moe.costs.rows import LayerShape, resolve_dispatch
 from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
@@ -41,6 +43,7 @@ class Job:
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -60,6 +63,7 @@ class Job:
 
     @staticmethod
     def compute_of(recipe: Recipe) -> str:
+        """`compute` with that recipe."""
         return {"fp16": "bf16"}.get(recipe.compute, recipe.compute)  # one rate for both
 
 
@@ -73,7 +77,7 @@ class Setting:
         accumulation: passes per step.
         chunk_mbs: samples of a micro-chunk inside a pass; 0: ChunkMBS is off.
         policy: one of `activations.POLICIES`.
-        num_chunks, schedule, keep: as in ChunkMoEConfig.
+        num_chunks, schedule, keep, dispatch: as in ChunkMoEConfig.
     """
 
     layout: Layout
@@ -85,6 +89,7 @@ class Setting:
     num_chunks: int = 1
     schedule: str = "rolling"
     keep: str = "activations"
+    dispatch: str = "auto"
     context: str = "ulysses"
 
     @property
@@ -116,9 +121,10 @@ class Setting:
         return min(max(1, job.chunk_loss // self.micro_batch), sequence) if job.chunk_loss else sequence
 
     def layer(self, job: Job) -> LayerShape:
-        """The MoE layer call, with the default `chunk_moe_dispatch`; TP splits the experts' intermediate size."""
+        """The MoE layer call; TP splits the experts' intermediate size."""
         model, layout = job.model, self.layout
-        shape = LayerShape(
+        return _layer(
+            self.dispatch,
             tokens=self.tokens(job),
             hidden=model.hidden_size,
             intermediate=model.moe_intermediate_size // layout.tp,
@@ -127,7 +133,6 @@ class Setting:
             ep=layout.ep,
             element_size=job.element_size,
         )
-        return dataclasses.replace(shape, dispatch=chosen("auto", shape))
 
     def brief(self) -> str:
         """What is chosen for the layout, for a narrow column: batch, recompute, N, keep."""
@@ -137,9 +142,16 @@ class Setting:
         return f"{batch}, {self.policy}, N={self.num_chunks}, {self.keep}"
 
     def title(self) -> str:
+        """Everything that is chosen, in one line."""
         batch = f"batch {self.micro_batch}"
         batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else f" x {self.accumulation}"
         return f"{self.layout}, {batch}, recompute {self.policy}, N={self.num_chunks}, keep {self.keep}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer(dispatch: str, **sizes: Any) -> LayerShape:
+    shape = LayerShape(**sizes)
+    return dataclasses.replace(shape, dispatch=resolve_dispatch(dispatch, shape))
 
 
 def check_job(job: Job) -> None:

@@ -9,19 +9,34 @@ from mindspeed_chunk.output import Table
 from mindspeed_chunk.planner.numbers import billions, fixed
 
 GB = 1e9
+_SHOWN_GROUPS, _SHOWN_RANKS = 3, 8
 _Report = dict[str, Any]
 _Cell = Callable[[_Report], object]
 
 
-def job_lines(job: _Report) -> tuple[str, str, str]:
+def job_lines(job: _Report) -> tuple[str, ...]:
     """What the report is for, with which sizes, and what its times are."""
-    return (
+    lines = [
         f"{job['model']} on {job['nodes']} x {job['devices_per_node']} {job['device']}",
         f"{billions(job['parameters'])} parameters, {billions(job['active_parameters'])} per token; "
         f"{fixed(job['memory'] / GB, 0)} GB per device, of which {fixed(job['budget'] / GB, 1)} GB may be used; "
         f"{job['global_batch']} samples of {job['sequence']} tokens per step; {job['recipe']}",
-        "Times are at the device's peak rates, unless its file has measured ones: compare them.",
-    )
+    ]
+    per_node = job["product_per_node"]
+    if job["product"]:
+        lines.append(f"The machine: {job['product']}, {per_node} devices per node.")
+    if per_node and job["nodes"] > 1 and job["devices_per_node"] != per_node:
+        lines.append(f"--devices-per-node {job['devices_per_node']} is another machine: its nodes have {per_node}.")
+    return (*lines, "Times are at the device's peak rates, unless its file has measured ones: compare them.")
+
+
+def given(estimate: _Report, budget: int) -> Iterator[Table]:
+    """The estimate of a yaml as it is: its memory and its step, part by part."""
+    name = max(estimate["links"], key=estimate["links"].__getitem__)
+    memory = [*estimate["memory"].items(), ("together", estimate["peak"]), ("may be used", budget)]
+    seconds = [*estimate["seconds"].items(), ("together", estimate["step"]), (f"link {name}", estimate["links"][name])]
+    yield Table("memory of a rank", ("part", "GB"), [(name, fixed(n / GB, 3)) for name, n in memory])
+    yield Table("one step", ("part", "s"), [(name, fixed(n, 3)) for name, n in seconds])
 
 
 def settings(recommendation: _Report) -> Table:
@@ -36,6 +51,7 @@ def settings(recommendation: _Report) -> Table:
         ("GB", _gb("peak")),
         ("host GB", _gb("host")),
         ("step s", _seconds("step")),
+        ("busiest link s", _busiest_link),
         wrapped=["setting"],
     )
 
@@ -82,6 +98,20 @@ def details(report: _Report) -> Iterator[Table]:
         *((key, key) for key in ("group", "kind", "ranks", "calls")),
         ("GB", _gb("nbytes", 2)),
         ("link s", _seconds("seconds")),
+    )
+    yield Table.of(
+        "rank groups",
+        [
+            {"title": each["title"], "kind": kind, "groups": groups}
+            for each in report["layouts"][:3]
+            for kind, groups in each.get("groups", {}).items()
+        ],
+        ("layout", _layout),
+        ("group", "kind"),
+        ("ranks", lambda each: len(each["groups"][0])),
+        ("groups", lambda each: len(each["groups"])),
+        ("the first ones", lambda each: ", ".join(map(_ranks, each["groups"][:_SHOWN_GROUPS]))),
+        wrapped=("layout", "the first ones"),
     )
     yield Table.of(
         "bytes per parameter",
@@ -138,6 +168,20 @@ def _gb(key: str, digits: int = 1) -> _Cell:
 
 def _seconds(key: str) -> _Cell:
     return _shown(key, 1, 3)
+
+
+def _ranks(group: list[int]) -> str:
+    """Such as `0-7` or `(0 8 16 24)`."""
+    if len(group) > 1 and group[-1] - group[0] == len(group) - 1:
+        return f"{group[0]}-{group[-1]}"
+    shown = " ".join(map(str, group[:_SHOWN_RANKS]))
+    return f"({shown} ...)" if len(group) > _SHOWN_RANKS else f"({shown})"
+
+
+def _busiest_link(each: _Report) -> str:
+    links = each["links"]
+    busiest = max(links, key=lambda name: links[name])
+    return f"{fixed(links[busiest], 3)} {busiest}"
 
 
 def _layout(each: _Report) -> str:

@@ -7,7 +7,7 @@ T tokens of one micro batch on this rank, H hidden, s bytes per element, m micro
                set_requires_all_reduce (fsdp/utils/utils.py), but neither stops a pass from reduce-scattering.
                ChunkMBS runs m micro-chunks inside one pass, so m passes become 1
     EP         per MoE layer and pass 2N all-to-alls forward, 2N backward, and 2N if the block is recomputed
-    CP         see `sequence.py`
+    CP         see `sequence.py`; in a recompute those of the forward again
     TP, PP     see `compare/megatron.py`
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, collective_seconds
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, LinkSeconds, link_seconds
 from mindspeed_chunk.moe.costs.rows import LayerShape, row_bytes
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
@@ -40,12 +40,16 @@ class Collective(NamedTuple):
     calls: int
     nbytes: int
 
-    def seconds(self, layout: Layout, devices_per_node: int, device: Device) -> float:
-        """Time on the links, if no two calls run at the same time."""
+    def on_links(self, layout: Layout, devices_per_node: int, device: Device) -> LinkSeconds:
+        """Time on each link, if no two calls run at the same time."""
         if not self.calls or self.ranks == 1:
-            return 0.0
+            return LinkSeconds()
         span = layout.span(self.group, devices_per_node)
-        return self.calls * collective_seconds(self.kind, self.nbytes / self.calls, span, device)
+        return LinkSeconds().plus(link_seconds(self.kind, self.nbytes / self.calls, span, device), self.calls)
+
+    def seconds(self, layout: Layout, devices_per_node: int, device: Device) -> float:
+        """The longer of the two."""
+        return max(self.on_links(layout, devices_per_node, device))
 
 
 class Exchanges(NamedTuple):

@@ -13,6 +13,7 @@ from json_records import assert_record
 from launcher import HANG_S
 from mindspeed_chunk.config import ChunkMBSConfig, ChunkMoEConfig, ConfigError
 from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, collective_seconds
+from mindspeed_chunk.known_devices import DEVICES
 from mindspeed_chunk.planner import (
     GroupShape,
     LayerShape,
@@ -30,7 +31,6 @@ from mindspeed_chunk.planner import (
 from mindspeed_chunk.planner.activations import POLICIES, BlockBytes, activations
 from mindspeed_chunk.planner.compare.recipes import RECIPES
 from mindspeed_chunk.planner.compare.ring import ring_problem
-from mindspeed_chunk.planner.device import DEVICES
 from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import Layout
@@ -183,12 +183,12 @@ def test_every_pass_reduce_scatters_as_in_mindspeed_mm():
         )
         assert four == [(4 * calls, 4 * nbytes) for calls, nbytes in one]
         assert last == (four if kind == ALL_GATHER else one)
-    # what a pass exposes, all of them do
+    # what a pass exposes, all of them do; the optimizer runs once, while the links are free
     given = job(device="h100")
     exposed = [
         Estimator(given)(Setting(layout=Layout(dp=64), accumulation=n)).seconds["exposed gathers"] for n in (1, 4)
     ]
-    assert exposed[1] == pytest.approx(4 * exposed[0]) and exposed[0] > 0
+    assert exposed[1] == pytest.approx(4 * exposed[0], rel=0.02) and exposed[0] > 0
 
 
 def test_policies():
@@ -219,14 +219,20 @@ def test_the_recommendation_fits_is_the_fastest_and_says_why():
     estimator = Estimator(given)
     found = recommend(given, estimator)
     assert found.best.peak <= given.budget < given.device.memory
-    assert all(found.best.step <= 1.01 * each.step and each.peak <= given.budget for each in found.runners_up)
+    assert all(each.peak <= given.budget for each in found.runners_up)
+    # what was only counted comes last
+    counted = [each.setting.policy == "none" for each in (found.best, *found.runners_up)]
+    assert counted == sorted(counted) and not counted[0]
+    measured = [each for each in found.runners_up if each.setting.policy != "none"]
+    assert all(found.best.step <= 1.01 * each.step for each in measured)
     assert len({(each.setting.layout, each.setting.policy) for each in found.runners_up}) == 4
     assert any(f"EP={found.best.setting.layout.ep}" in line for line in found.why)
     unbalanced = recommend(job(imbalance=2.0))
     assert found.best.setting.layout.ep == unbalanced.best.setting.layout.ep == 1
-    assert unbalanced.best.step == found.best.step and "auxiliary loss" in unbalanced.why[-1]
+    assert unbalanced.best.step == found.best.step and any("auxiliary loss" in line for line in unbalanced.why)
     across = recommend(job("122b", "ascend-910c-supernode", imbalance=2.0))
-    assert across.best.setting.layout.ep > 1 and "busiest rank's experts decide" in across.why[-1]
+    assert across.best.setting.layout.ep > 1
+    assert any("busiest rank's experts decide" in line for line in across.why)
     assert any("can ask for" in line for line in recommend(job(recipe=RECIPES["bf16-megatron"])).why)
     gone = recommend(job("397b"))
     assert gone.best is None and "Nothing fits" in gone.why[0]

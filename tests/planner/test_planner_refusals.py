@@ -204,8 +204,8 @@ def test_what_is_more_than_nothing_is_not_shown_as_nothing(monkeypatch, capsys):
     assert [billions(number) for number in (35_100_000_000, 123_456)] == ["35.1e9", "123456"]
     assert run(monkeypatch, *FEW, "--model", TINY, "--sequence", 64, "--all") == 0
     recommended = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("recommended"))
-    _, gigabytes, _, seconds = recommended.rsplit(maxsplit=3)
-    assert float(gigabytes) > 0 and float(seconds) > 0
+    _, gigabytes, _, seconds, link, _ = recommended.rsplit(maxsplit=5)
+    assert float(gigabytes) > 0 and float(seconds) > 0 and float(link) > 0
 
 
 @pytest.mark.parametrize("words", [("plan", *FEW), ("plan", *FEW, "--json"), ("lint", "--markdown")])

@@ -85,7 +85,7 @@ def test_the_page_shows_the_terminals_tables(reports):
     shown = (tables.settings(report["recommendation"]), tables.layouts(report["layouts"]), *tables.details(report))
     for table in shown:
         assert all(f">{html.escape(cell)}</td>" in text for row in table.rows for cell in row), table.title
-    assert len(shown) == 7 == text.count("<table>")
+    assert len(shown) == 8 == text.count("<table>")
 
 
 @pytest.mark.parametrize("name", ["gathered", "exchanged", "none fits"])
@@ -101,3 +101,9 @@ def test_tables_fit_on_80_columns_with_whole_words(name, reports):
     assert max(map(len, lines)) <= WIDTH and "\N{HORIZONTAL ELLIPSIS}" not in text
     assert all(table.title.split()[0] in text for table in shown)
     assert len(headings) > 40 and not {word for heading in headings for word in heading.split()} - set(text.split())
+
+
+def test_rank_groups_are_shown_as_text(reports):
+    shown = "\n".join(map(str, (table.rows for table in tables.details(reports["gathered"]))))
+    assert "'tp', '8', '8', '0-7, 8-15, 16-23'" in shown
+    assert "'pp', '4', '16', '(0 16 32 48), (1 17 33 49), (2 18 34 50)'" in shown

@@ -1,20 +1,21 @@
 """Layouts with tensor and pipeline parallelism and a distributed optimizer, as Megatron-LM has them.
 
-memory     weight + gradient bytes stay on every rank, the rest is spread over the data-parallel ranks
-TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward (Shoeybi et al., Megatron-LM,
-           arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same bytes)
+memory     of the fullest pipeline stage: weight + gradient bytes stay on every rank, the rest is spread over the
+           data-parallel ranks
+TP         per layer and micro batch 2 all-reduces of T H s forward and 2 backward, and 2 in a recompute (Shoeybi et
+           al., Megatron-LM, arXiv:1909.08053; with sequence parallelism a reduce-scatter and an all-gather of the same
+           bytes)
 PP         per micro batch T H s to the next stage and back (Narayanan et al., arXiv:2104.04473)
 DP         per step the gradients, reduce-scattered in fp32, and the parameters, gathered in their own format
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, REDUCE_SCATTER
-from mindspeed_chunk.planner.estimate import Estimate, Estimator
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, REDUCE_SCATTER, LinkSeconds
+from mindspeed_chunk.planner.estimate import Estimate, Estimator, once
 from mindspeed_chunk.planner.layout import Layout, layouts
-from mindspeed_chunk.planner.model import num_by_kind
 from mindspeed_chunk.planner.recommend import best_of
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
@@ -49,20 +50,30 @@ class Megatron(Estimator):
     def _gathered(self, ep: int) -> int:
         return 0
 
-    def _exposed_gathers(self, setting: Setting, forward: float, backward: float) -> dict[str, float]:
-        return {}
+    def _gathers(
+        self, setting: Setting, directions: Iterable[tuple[float, Iterable[float]]]
+    ) -> tuple[float, LinkSeconds]:
+        return 0.0, LinkSeconds()
 
-    def _own_traffic(self, layout: Layout, tokens: int, passes: int) -> list[Collective]:
+    @once
+    def _sent(self, layout: Layout, tokens: int, passes: int, again: bool) -> tuple[float, LinkSeconds]:
+        total, links = 0.0, LinkSeconds()
+        for each in self._own_traffic(layout, tokens, passes, again):
+            one = each.on_links(layout, self.job.devices_per_node, self.job.device)
+            total, links = total + max(one), links.plus(one)
+        return total, links
+
+    def _own_traffic(self, layout: Layout, tokens: int, passes: int, again: bool) -> list[Collective]:
         """The collectives of TP, PP, CP and the optimizer, without those of the experts."""
         job = self.job
         hidden = tokens * job.model.hidden_size * job.element_size
         collectives = []
         if layout.tp > 1:
-            calls = 4 * (job.model.num_hidden_layers // layout.pp) * passes
+            calls = (6 if again else 4) * (job.model.num_hidden_layers // layout.pp) * passes
             collectives.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
         if layout.pp > 1:
             collectives.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
-        collectives += super()._own_traffic(layout, tokens, passes)
+        collectives += super()._own_traffic(layout, tokens, passes, again)
         for group, elements in zip(("dp_cp", "edp"), self._elements(layout)):
             if (ranks := layout.size(group)) > 1:
                 collectives.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
@@ -73,9 +84,23 @@ class Megatron(Estimator):
         return []
 
     def _elements(self, layout: Layout) -> tuple[int, int]:
-        """On one rank: of everything except the experts, and of the experts."""
-        others, experts = num_by_kind(self.job.model)
-        return others // (layout.tp * layout.pp), experts // (layout.tp * layout.pp * layout.ep)
+        """On a rank of the fullest stage: of everything except the experts, and of the experts."""
+        others, experts = max(self._stages(layout.pp), key=lambda stage: stage[0] + stage[1] // layout.ep)
+        return others // layout.tp, experts // (layout.tp * layout.ep)
+
+    @once
+    def _stages(self, pp: int) -> list[list[int]]:
+        """Elements of each stage, the experts' separately.
+
+        The first stage has the embedding and the vision tower, too, the last one the final norm and the head.
+        """
+        stages, layers = [[0, 0] for _ in range(pp)], self.job.model.num_hidden_layers // pp
+        for parameter in self.job.model.parameters():
+            _, _, number = parameter.name.partition("language_model.layers.")
+            last = parameter.name.startswith(("lm_head", "model.language_model.norm"))
+            stage = int(number.split(".")[0]) // layers if number else -1 if last else 0
+            stages[stage][parameter.expert] += parameter.numel
+        return stages
 
 
 def pair(job: Job) -> Iterator[tuple[Layout, str | None]]:
