@@ -13,6 +13,7 @@ T tokens of one micro batch on this rank, H hidden, s bytes per element, m micro
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, LinkSeconds, link_seconds
@@ -77,7 +78,7 @@ def exchanges(
         to_others, from_others: rows of all chunks that this rank sends to other ranks' experts, and that its experts
             get from other ranks; balanced if they are not given.
     """
-    balanced = int(shape.tokens * shape.copies) * (shape.ep - 1) // shape.ep
+    balanced = -(-math.ceil(shape.tokens * shape.copies) * (shape.ep - 1) // shape.ep)  # a single row is not none
     to_others = balanced if to_others is None else to_others
     from_others = balanced if from_others is None else from_others
     row = row_bytes(shape, keep)

@@ -240,7 +240,7 @@ def wait(children, timeout):
             if done:
                 code = codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
                 if code:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + GRACE_S * max(1.0, os.getloadavg()[0]))
         if time.monotonic() > deadline:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)

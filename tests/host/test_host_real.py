@@ -167,17 +167,18 @@ def test_bf16(host):
     """Any other rounding changes bf16, ours too: no more than twice as much as alltoall differs from itself.
 
     It differs from itself in another order of sums (gradients, with ChunkMBS), and in fp32: the host rounds each
-    weighted row before a token's rows are summed, we round their sum.
+    weighted row before a token's rows are summed, we round their sum, with a row per rank once more. Over 12 steps:
+    later a near tie of a router may change a gradient by a tenth, on some CPUs and with some seeds.
     """
-    exact, plain = host.train(ALLTOALL), host.train({**BF16, **ALLTOALL})
-    ordered = host.train({**BF16, **ALLTOALL, **CHUNK_MBS})
+    exact, plain = host.train(ALLTOALL, steps=12), host.train({**BF16, **ALLTOALL}, steps=12)
+    ordered = host.train({**BF16, **ALLTOALL, **CHUNK_MBS}, steps=12)
     yardsticks = [
         show("bf16, alltoall with ChunkMBS against alltoall", ordered, plain),
         show("bf16, alltoall against alltoall in fp32", plain, exact),
     ]
     allowed = [2 * max(values) for values in zip(*yardsticks)]
     for name, chunks in (("N=2", N2), ("N=4", N4)):
-        figures = show(f"bf16, {name} against alltoall", host.train({**BF16, **chunks}), plain)
+        figures = show(f"bf16, {name} against alltoall", host.train({**BF16, **chunks}, steps=12), plain)
         assert all(value <= limit for value, limit in zip(figures, allowed))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, GroupShape, Link, LinkSeconds, collective_seconds
-from mindspeed_chunk.planner import RECIPES, load_device, load_model
+from mindspeed_chunk.planner import RECIPES, LayerShape, exchanges, load_device, load_model
 from mindspeed_chunk.planner.compare.megatron import MEGATRON, Megatron
 from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.layout import Layout
@@ -112,3 +112,13 @@ def test_the_busiest_rank_of_a_group_that_nodes_do_not_share_evenly():
 
 def test_sums_of_links():
     assert LinkSeconds(1, 2).plus(LinkSeconds(3, 4), 2) == (7, 10)
+
+
+def test_a_call_of_one_token_sends_something():
+    """A row goes to one of 16 ranks, or to several: never to none."""
+    for dispatch in ("per_expert", "per_rank"):
+        shape = LayerShape(
+            tokens=1, hidden=8, intermediate=8, experts=16, top_k=1 if dispatch == "per_expert" else 2, ep=16,
+            element_size=2, dispatch=dispatch,
+        )  # fmt: skip
+        assert exchanges(shape, num_chunks=1).sent > 0
