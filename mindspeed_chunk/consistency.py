@@ -7,6 +7,7 @@ settings are equal, a rank sends a few small messages to the store, for any numb
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -100,11 +101,12 @@ class _Board:
             return "the rank that compares the settings has not reported which keys differ"
         problem, waiting = json.loads(self._store.get(verdict))
         if problem:
-            # the store may end with this rank
-            read_by = f"{self._start}/read"
-            if self._store.add(f"{read_by} ranks", 1) == waiting:
-                self._store.set(read_by, "")
-            self._wait_for(read_by, deadline)
+            # the store may end with this rank, or with one that has seen that all have read; then none of them needs it
+            with contextlib.suppress(RuntimeError):
+                read_by = f"{self._start}/read"
+                if self._store.add(f"{read_by} ranks", 1) == waiting:
+                    self._store.set(read_by, "")
+                self._wait_for(read_by, deadline)
         return problem
 
     def _wait_for(self, key: str, deadline: float) -> bool:

@@ -114,6 +114,26 @@ def test_values_that_mean_off_are_alike():
     assert set(told.values()) == {None}
 
 
+class Ending(dist.HashStore):
+    """A store that ends with the rank that hosts it: at once when that one can see that all have read the verdict."""
+
+    ended = False
+
+    def check(self, keys):
+        if self.ended:
+            raise RuntimeError("Connection reset by peer")
+        return super().check(keys)
+
+    def set(self, key, value):
+        super().set(key, value)
+        self.ended = self.ended or key.endswith("/read")
+
+
+def test_a_store_that_ends_with_a_rank_that_has_read_takes_the_difference_from_none():
+    told = on_threads(Ending(), {rank: ({**SAME, "parallel.ep_plan.moe_num_chunks": rank}, True) for rank in range(4)})
+    assert len(set(told.values())) == 1 and "parallel.ep_plan.moe_num_chunks: 0 on rank 0" in told[0]
+
+
 class Counting:
     """A store that counts what is asked of it."""
 
