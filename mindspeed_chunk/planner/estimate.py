@@ -22,6 +22,7 @@ assumed to be hidden. Images are not counted.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -277,15 +278,20 @@ class Estimator:
         """On the links: of the mean block's forward and backward, and of all units in a pass."""
         job, layout = self.job, Layout(ep=ep, dp=self.job.world)
         gather = reduce = others = LinkSeconds()
-        blocks = {unit.name for unit in self._block_units(ep)}
-        for unit in units(job.model, self.sharding(ep)):
-            span, elements = self._span(layout, "edp" if unit.expert else "dp_cp"), unit.gathered()
+        # most units are like others
+        sizes = Counter(
+            (".layers." in unit.name, unit.expert, unit.gathered())
+            for unit in units(job.model, self.sharding(ep))
+            if unit.trained
+        )
+        for (in_block, expert, elements), number in sizes.items():
+            span = self._span(layout, "edp" if expert else "dp_cp")
             gathered = link_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
             reduced = link_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
-            if unit.name in blocks:
-                gather, reduce = gather.plus(gathered), reduce.plus(reduced)
-            elif unit.trained:
-                others = others.plus(gathered, 2).plus(reduced)
+            if in_block:
+                gather, reduce = gather.plus(gathered, number), reduce.plus(reduced, number)
+            else:
+                others = others.plus(gathered, 2 * number).plus(reduced, number)
         share = 1 / job.model.num_hidden_layers
         both = gather.plus(reduce)
         return LinkSeconds().plus(gather, share), LinkSeconds().plus(both, share), others.plus(gather).plus(both)
