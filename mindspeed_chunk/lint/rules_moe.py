@@ -106,14 +106,15 @@ def two_chunks(subject: Subject) -> Iterator[Problem]:
 
 def one_chunk(subject: Subject) -> Iterator[Problem]:
     config, wrong = _read(subject)
-    if (
-        enabled(subject)
-        and not wrong
-        and max(config.moe_num_chunks, config.moe_chunk_size) <= 1
-        and not config.chunk_moe_auto
-    ):
+    if not enabled(subject) or wrong or config.chunk_moe_auto or subject.get(SIZE, 1) < 2:
+        return
+    path = CHUNK_SIZE if config.moe_chunk_size and not config.moe_num_chunks else CHUNKS
+    # with a chunk size the number of chunks is not known without the number of tokens
+    count = _chunks(config, tokens(subject) or 2 * config.moe_chunk_size)
+    if count <= 1:
         rule = "one chunk: no all-to-all runs while experts compute"
-        yield Problem(ConfigError.about(CHUNKS, config.moe_num_chunks, rule, "use 2 to 8, or chunk_moe_auto: true"))
+        way_out = "use moe_num_chunks 2 to 8, or chunk_moe_auto: true"
+        yield Problem(ConfigError.about(path, subject.get(path, "not set"), rule, way_out))
 
 
 def collective(subject: Subject) -> Iterator[Problem]:
@@ -199,7 +200,7 @@ def dispatch_bytes(subject: Subject) -> Iterator[Problem]:
         return
     best, share = resolve_dispatch("auto", shape), share_of_bytes(shape)
     times = share if shape.per_rank else 1 / share
-    if shape.dispatch != best and times > 1:
+    if shape.dispatch != best and times >= 1.01:
         rule = (
             f"sends {times:.2f} times the bytes of {best} with uniform routing (E = {shape.experts}, "
             f"K = {shape.top_k}, EP = {shape.ep})"
@@ -220,9 +221,9 @@ def launch_bound(subject: Subject) -> Iterator[Problem]:
     if bound > 1.1 * own and bound_whole <= 1.1 * own_whole:
         path = CHUNKS if config.moe_num_chunks else CHUNK_SIZE
         rule = (
-            f"an Ascend 910C computes {count} chunks of {num_tokens} tokens faster than its host launches them: "
-            f"{bound:.1f} ms for a layer instead of {own:.1f} ms, and {bound_whole:.1f} ms in one chunk, at "
-            f"{1e6 * LAUNCH_S:.0f} us for a launch"
+            f"by the planner, an Ascend 910C waits for its host to launch {count} chunks of {num_tokens} tokens "
+            f"together: {bound:.1f} ms for a layer, {own:.1f} ms if launches took no time, {bound_whole:.1f} ms in one "
+            f"chunk ({1e6 * LAUNCH_S:.0f} us for a launch)"
         )
         yield Problem(ConfigError.about(path, subject.get(path), rule, "use fewer chunks, or more tokens in a call"))
 

@@ -19,13 +19,26 @@ from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.state import VISION
-from mindspeed_chunk.values import COUNT
+from mindspeed_chunk.values import COUNT, FLAG, NAMES
+from mindspeed_chunk.wording import shown
 
+_BLOCKS = "model.language_model.layers.{*}"
 _LENGTH = "data.dataset_param.basic_parameters.cutoff_len"
 _MODEL = "model.model_name_or_path"
 _DTYPE, _ULYSSES = "parallel.fsdp_plan.param_dtype", "parallel.ulysses_parallel_size"
 _DTYPES = {"bf16": "bf16-fsdp2", "bfloat16": "bf16-fsdp2", "fp32": "fp32", "float32": "fp32"}
 _MOST_CHUNKS = 1024
+_MOST_TOKENS = 10**8
+# keys that change a run and are not read, with the value that is estimated
+_NOT_READ = {
+    "parallel.fully_shard_parallel_size": "auto",
+    "parallel.expert_fully_shard_parallel_size": None,
+    "parallel.fsdp_plan.reduce_dtype": "fp32",
+    f"{checks.EP_PLAN}.chunk_moe_lookahead": 1,
+    f"{checks.EP_PLAN}.chunk_moe_overlap_shared_expert": False,
+    f"{checks.EP_PLAN}.chunk_moe_skip_unread": False,
+    "training.optimizer": "adamw",
+}
 # the planner's layouts with these are another back end's
 _ONLY_ONE = ("parallel.tensor_parallel_size", "parallel.ring_attention_size")
 
@@ -65,7 +78,11 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
         ConfigError: for a wrong value, and for what the planner cannot estimate.
     """
     config = _Yaml(path)
-    notes: list[str] = []
+    notes = [
+        f"{name}: {shown(value)} is not estimated; the numbers are for {'no such key' if usual is None else usual}."
+        for name, usual in _NOT_READ.items()
+        if (value := config.get(name, usual)) != usual
+    ]
     world, ep, cp = (
         nodes * devices_per_node,
         config.get(checks.SIZE, 1),
@@ -81,6 +98,8 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
     checks.check_ranks(ep, world)
     batch = config.get("training.micro_batch_size", 1), config.get("training.gradient_accumulation_steps", 1)
     length = config.get(_LENGTH)
+    if isinstance(length, int) and length > _MOST_TOKENS:
+        raise ConfigError.about(_LENGTH, length, f"at most {_MOST_TOKENS} tokens can be estimated", "make it shorter")
     if length is None:
         raise ConfigError(f"{_LENGTH}: is missing; give the tokens per sample", _LENGTH)
     job = Job(
@@ -92,14 +111,12 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
         sequence=length,
         global_batch=batch[0] * batch[1] * (world // cp),
         chunk_loss=_chunk_loss(config, batch[0]),
-        train_vision=VISION not in (config.get("model.freeze") or ()),
+        train_vision=VISION not in _frozen(config, notes),
         **more,
     )
     if job.compute not in device.flops:
-        way_out = "use bf16, or another --device"
-        raise ConfigError.about(
-            _DTYPE, config.get(_DTYPE), f"{device.name} has no matrix unit for {job.compute}", way_out
-        )
+        rule = f"{device.name} has no matrix unit for {job.compute}, which a missing key means, too"
+        raise ConfigError.about(_DTYPE, config.get(_DTYPE), rule, "use bf16, or another --device")
     checks.check_experts(ep, job.model.num_experts)
     if problem := ulysses_problem(job.model, cp, length):
         raise ConfigError.about(_ULYSSES, cp, problem, "change it")
@@ -111,6 +128,13 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
         policy=_policy(config, notes),
     )
     return Given(job, _with_experts(config, setting, job, notes), notes)
+
+
+def _frozen(config: _Yaml, notes: list[str]) -> list[str]:
+    names = NAMES.take("model.freeze", config.get("model.freeze", []))
+    if others := [name for name in names if name != VISION]:
+        notes.append(f"model.freeze: of its modules only {VISION} is read, not {', '.join(others[:3])}.")
+    return list(names)
 
 
 def _folder(config: _Yaml, path: Path, model: str | None) -> str:
@@ -136,7 +160,7 @@ def _recipe(config: _Yaml) -> str:
 
 def _chunk_loss(config: _Yaml, micro_batch: int) -> int:
     for section in ("features", "model"):  # 26.0 has it in the second
-        if config.get(f"{section}.enable_chunk_loss") is True:
+        if FLAG.take(f"{section}.enable_chunk_loss", config.get(f"{section}.enable_chunk_loss", False)):
             plan = config.get(f"{section}.chunkloss_plan") or {}
             size = plan.get("chunk_size", 1024) if isinstance(plan, Mapping) else 1024
             path = f"{section}.chunkloss_plan.chunk_size"
@@ -147,13 +171,21 @@ def _chunk_loss(config: _Yaml, micro_batch: int) -> int:
 def _chunk_mbs(config: _Yaml, micro_batch: int) -> int:
     if not config.get("features.enable_chunk_mbs", False):
         return 0
-    plan = ChunkMBSConfig.from_mapping(config.get("features.chunkmbs_plan", {}))
-    return plan.chunk_mbs if plan.chunk_mbs < micro_batch else 0
+    size = ChunkMBSConfig.from_mapping(config.get("features.chunkmbs_plan", {})).chunk_mbs
+    if size < micro_batch and micro_batch % size:
+        path = "features.chunkmbs_plan.chunk_mbs"
+        rule = f"does not divide training.micro_batch_size, {micro_batch}, and unequal micro-chunks cannot be estimated"
+        raise ConfigError.about(path, size, rule, "use a divisor")
+    return size if size < micro_batch else 0
 
 
 def _policy(config: _Yaml, notes: list[str]) -> str:
     recompute = config.get("features.recompute", False) or config.get("parallel.recompute", False)
     offload = config.get("features.enable_activation_offload", False)
+    for name, on in (("recompute_plan", recompute), ("activation_offload_plan", offload)):
+        section = "features" if config.get(f"features.{name}") else "parallel"
+        if on and _BLOCKS not in config.get(f"{section}.{name}.apply_modules", [_BLOCKS]):
+            notes.append(f"{section}.{name}.apply_modules lacks {_BLOCKS}: the numbers are for all blocks.")
     if offload and not recompute:
         notes.append("Activation offload without recompute is estimated as if nothing were offloaded.")
     return ("offload" if offload else "full") if recompute else "none"
@@ -162,6 +194,7 @@ def _policy(config: _Yaml, notes: list[str]) -> str:
 def _with_experts(config: _Yaml, setting: Setting, job: Job, notes: list[str]) -> Setting:
     dispatcher = config.get(checks.DISPATCHER, "alltoall")
     if setting.layout.ep == 1:
+        notes.append("With EP=1 MindSpeed-MM's own experts run, assumed to take the time and memory of one chunk.")
         return setting
     if dispatcher != checks.NAME:
         notes.append(f"dispatcher: {dispatcher} is estimated as this package's with one chunk and a row per expert.")

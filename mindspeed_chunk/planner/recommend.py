@@ -41,7 +41,8 @@ class Only(NamedTuple):
         return all(wanted in (None, value) for wanted, value in zip(self, values, strict=True))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if value is not None)
+        options = zip(("--ep", "--ulysses", "--micro-batch", "--num-chunks"), self, strict=True)
+        return ", ".join(f"{name} {value}" for name, value in options if value is not None)
 
 
 class Recommendation(NamedTuple):
@@ -71,7 +72,9 @@ def recommend(job: Job, estimator: Estimator | None = None, only: Only | None = 
     estimator, only = estimator or Estimator(job), only or Only()
     tried = [estimator(setting) for setting in candidates(job) if only.allows(setting)]
     if not tried and any(value is not None for value in only):
-        raise ConfigError(f"{only}: no setting of {job.world} ranks and {job.global_batch} samples has that; change it")
+        rule = f"none of the settings that are tried for {job.world} ranks and {job.global_batch} samples has that"
+        chunks = ", ".join(map(str, CANDIDATES))
+        raise ConfigError(f"{only}: {rule} (chunks: {chunks}, and with EP=1 one); change it")
     if not tried:
         rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")

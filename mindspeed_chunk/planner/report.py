@@ -104,6 +104,8 @@ def _given(estimator: Estimator, given: Given, recommendation: Recommendation) -
             f"It does not fit: the largest part is {part} with {fixed(own.memory[part] / 1e9, 1)} GB. This would fit: "
             f"{best.setting.title()}, {fixed(best.peak / 1e9, 1)} GB, {fixed(best.step, 3)} s per step."
         )
+    elif own.peak > job.budget:
+        notes.append("It does not fit, and nothing else does; the table below has the setting with the least memory.")
     elif best is not None and best.step < 0.99 * own.step:
         notes.append(f"Faster: {best.setting.title()}, {fixed(best.step / own.step, 2)} of the time.")
     return _as_json(own) | {"fits": own.peak <= job.budget, "notes": notes}

@@ -138,7 +138,7 @@ def _parser() -> Parser:
 def _given(options: argparse.Namespace) -> Given:
     """Raises ConfigError also for an option that says what the yaml says."""
     for name in _OF_A_YAML:
-        if getattr(options, name) not in (None, False):
+        if (value := getattr(options, name)) is not None and value is not False:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: not with CONFIG.yaml, which has it; leave one of them out")
     _check(options)

@@ -51,6 +51,25 @@ def test_the_example_for_npus_is_read_as_it_is():
     assert estimate.peak < job.budget and estimate.step >= max(estimate.links) > 0
 
 
+NOTES = {
+    "parallel__fully_shard_parallel_size": 8,
+    "parallel__fsdp_plan__reduce_dtype": "bf16",
+    "parallel__ep_plan__chunk_moe_lookahead": 3,
+    "parallel__ep_plan__chunk_moe_overlap_shared_expert": True,
+    "training__optimizer": "muon",
+    "model__freeze": ["model.language_model"],
+    "features__recompute_plan__apply_modules": ["model.language_model.layers.{0-9}"],
+    "features__enable_chunk_mbs": False,
+}
+
+
+@pytest.mark.parametrize("key", NOTES)
+def test_what_is_not_estimated_is_named(key, tmp_path):
+    """Not one value that changes a run and not the numbers passes in silence."""
+    (note,) = given.read(changed(tmp_path, **{key: NOTES[key]}), **A3).notes or [""]
+    assert (key.replace("__", ".") in note) == (key != "features__enable_chunk_mbs")
+
+
 KEYS = {
     "parallel__ep_plan__moe_num_chunks": (8, ("num_chunks", 8)),
     "parallel__ep_plan__chunk_moe_keep": ("rows", ("keep", "rows")),
@@ -87,6 +106,10 @@ def test_a_chunk_size_is_a_number_of_chunks(tmp_path):
         ({"parallel__ep_plan__moe_num_chunks": "two"}, "moe_num_chunks: 'two': must be an integer >= 0"),
         ({"parallel__fsdp_plan__param_dtype": "fp32"}, "param_dtype: 'fp32': ascend-910c has no matrix unit for fp32"),
         ({"parallel__fsdp_plan__param_dtype": "fp16"}, "param_dtype: 'fp16': must be one of bf16"),
+        ({"model__freeze": 5}, "model.freeze: 5: must be a list of names"),
+        ({"features__chunkmbs_plan__chunk_mbs": 3}, "chunk_mbs: 3: does not divide training.micro_batch_size, 4"),
+        ({"features__enable_chunk_loss": "maybe"}, "features.enable_chunk_loss: 'maybe': must be a boolean"),
+        ({"data__dataset_param__basic_parameters__cutoff_len": 10**12}, "at most 100000000 tokens can be estimated"),
         ({"training__micro_batch_size": 0}, "training.micro_batch_size: 0: must be an integer >= 1"),
     ],
 )
@@ -171,7 +194,10 @@ def test_the_search_can_be_narrowed(monkeypatch, capsys):
 
 def test_a_search_that_is_too_narrow_is_one_line(monkeypatch, capsys):
     assert run(monkeypatch, "--model", "35b", *FLEET, "--ep", "5") == 2
-    assert capsys.readouterr().err == ("error: ep=5: no setting of 32 ranks and 128 samples has that; change it\n")
+    assert capsys.readouterr().err == (
+        "error: --ep 5: none of the settings that are tried for 32 ranks and 128 samples has that (chunks: 1, 2, 4, 8, "
+        "and with EP=1 one); change it\n"
+    )
 
 
 def test_the_yaml_keeps_what_the_stock_file_has():
