@@ -14,13 +14,13 @@ VENV=$(realpath -m "${VENV:-.venv-short}")
 at_least() { "${PYTHON:-python3}" -c "import sys; sys.exit(sys.version_info < (3, $1))"; }
 
 extras=tools,test cover=()
-short=(tests/test_{autoload,command,config,consistency,files,keys,names,yaml_text}.py tests/lint
+short=(tests/test_{config,consistency,files,keys,names,yaml_text}.py
     tests/moe/test_moe_{activation,dispatch,layer,plan,replay,schedule}.py tests/ops
-    tests/planner/test_planner{,_layout,_refusals}.py)
+    tests/planner/test_planner_{layout,refusals}.py)
 if at_least 11; then # transformers needs it
     extras=standalone,$extras
     export BENCHMARKS=1 # the scripts of benchmarks/ are tested here alone
-    short+=(tests/test_benchmarks.py)
+    short+=(tests/test_benchmarks.py tests/test_{autoload,command}.py tests/lint tests/planner/test_planner.py)
 fi
 at_least 12 && cover=(--cov=mindspeed_chunk --cov-report=term:skip-covered) # cheap from 3.12 on
 make_environment "$VENV" "${TORCH_VERSION:-2.13.0}" "$extras"
