@@ -8,10 +8,9 @@ import yaml
 
 from mindspeed_chunk.config import KEEPS
 from mindspeed_chunk.planner.setting import Job, Setting
-from mindspeed_chunk.planner.state import FSDP_MODULES, VISION
+from mindspeed_chunk.planner.state import BLOCKS, FSDP_MODULES, VISION
 
-_BLOCKS = "model.language_model.layers.{*}"
-_EXPERTS = f"{_BLOCKS}.mlp.experts"
+_EXPERTS = f"{BLOCKS}.mlp.experts"
 _VISION_BLOCKS = f"{VISION}.blocks.{{*}}"
 
 
@@ -47,7 +46,7 @@ def _parallel(job: Job, setting: Setting) -> dict[str, Any]:
         "fully_shard_parallel_size": "auto",
         "fsdp_plan": {
             "apply_modules": [*FSDP_MODULES, "mtp"],
-            "hook_modules": [_BLOCKS],
+            "hook_modules": [BLOCKS],
             "param_dtype": "fp32" if job.recipe.compute == "fp32" else "bf16",
             "reduce_dtype": "fp32",
             "num_to_forward_prefetch": 1,
@@ -61,7 +60,7 @@ def _parallel(job: Job, setting: Setting) -> dict[str, Any]:
 
 def _features(job: Job, setting: Setting) -> dict[str, Any]:
     recompute, offload = setting.policy != "none", setting.policy == "offload"
-    blocks = [_VISION_BLOCKS, _BLOCKS] if job.train_vision else [_BLOCKS]
+    blocks = [_VISION_BLOCKS, BLOCKS] if job.train_vision else [BLOCKS]
     features: dict[str, Any] = {"recompute": recompute}
     if recompute:
         features["recompute_plan"] = {"apply_modules": blocks}
@@ -70,7 +69,7 @@ def _features(job: Job, setting: Setting) -> dict[str, Any]:
         features["activation_offload_plan"] = {"apply_modules": list(blocks)}
     features["enable_chunk_mbs"] = bool(setting.chunk_mbs)
     if setting.chunk_mbs:
-        features["chunkmbs_plan"] = {"apply_modules": [_BLOCKS], "chunk_mbs": setting.chunk_mbs}
+        features["chunkmbs_plan"] = {"apply_modules": [BLOCKS], "chunk_mbs": setting.chunk_mbs}
     if job.chunk_loss:
         features["enable_chunk_loss"] = True
         features["chunkloss_plan"] = {"apply_module": "lm_head", "chunk_size": setting.loss_chunk(job)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,26 +18,26 @@ from mindspeed_chunk.planner.model import load_model
 from mindspeed_chunk.planner.precision import FSDP2_RECIPES
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
-from mindspeed_chunk.planner.state import VISION
+from mindspeed_chunk.planner.state import BLOCKS, VISION
 from mindspeed_chunk.values import COUNT, FLAG, NAMES
 from mindspeed_chunk.wording import shown
 
-_BLOCKS = "model.language_model.layers.{*}"
 _LENGTH = "data.dataset_param.basic_parameters.cutoff_len"
 _MODEL = "model.model_name_or_path"
 _DTYPE, _ULYSSES = "parallel.fsdp_plan.param_dtype", "parallel.ulysses_parallel_size"
+_SHARDS = "parallel.fully_shard_parallel_size"
 _DTYPES = {"bf16": "bf16-fsdp2", "bfloat16": "bf16-fsdp2", "fp32": "fp32", "float32": "fp32"}
 _MOST_CHUNKS = 1024
 _MOST_TOKENS = 10**8
-# keys that change a run and are not read, with the value that is estimated
-_NOT_READ = {
-    "parallel.fully_shard_parallel_size": "auto",
-    "parallel.expert_fully_shard_parallel_size": None,
-    "parallel.fsdp_plan.reduce_dtype": "fp32",
-    f"{checks.EP_PLAN}.chunk_moe_lookahead": 1,
-    f"{checks.EP_PLAN}.chunk_moe_overlap_shared_expert": False,
-    f"{checks.EP_PLAN}.chunk_moe_skip_unread": False,
-    "training.optimizer": "adamw",
+# keys that change a run and are not read, with the values that are estimated
+_NOT_READ: dict[str, tuple] = {
+    _SHARDS: ("auto",),
+    "parallel.expert_fully_shard_parallel_size": (None,),
+    "parallel.fsdp_plan.reduce_dtype": ("fp32", "float32"),
+    f"{checks.EP_PLAN}.chunk_moe_lookahead": (1,),
+    f"{checks.EP_PLAN}.chunk_moe_overlap_shared_expert": (False,),
+    f"{checks.EP_PLAN}.chunk_moe_skip_unread": (False,),
+    "training.optimizer": ("adamw",),
 }
 # the planner's layouts with these are another back end's
 _ONLY_ONE = ("parallel.tensor_parallel_size", "parallel.ring_attention_size")
@@ -78,16 +78,8 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
         ConfigError: for a wrong value, and for what the planner cannot estimate.
     """
     config = _Yaml(path)
-    notes = [
-        f"{name}: {shown(value)} is not estimated; the numbers are for {'no such key' if usual is None else usual}."
-        for name, usual in _NOT_READ.items()
-        if (value := config.get(name, usual)) != usual
-    ]
-    world, ep, cp = (
-        nodes * devices_per_node,
-        config.get(checks.SIZE, 1),
-        config.get("parallel.ulysses_parallel_size", 1),
-    )
+    world, ep, cp = nodes * devices_per_node, config.get(checks.SIZE, 1), config.get(_ULYSSES, 1)
+    notes = list(_not_read(config, world))
     for name in _ONLY_ONE:
         if config.get(name, 1) != 1:
             rule = "the planner has no estimate for it with MindSpeed-MM's FSDP2 back end"
@@ -128,6 +120,14 @@ def read(path: Path, *, nodes: int, devices_per_node: int, device: Device, model
         policy=_policy(config, notes),
     )
     return Given(job, _with_experts(config, setting, job, notes), notes)
+
+
+def _not_read(config: _Yaml, world: int) -> Iterator[str]:
+    for name, (usual, *alike) in _NOT_READ.items():
+        value = config.get(name, usual)
+        if value not in (usual, *alike) and (name != _SHARDS or value != world):  # all ranks are what auto means
+            numbers = "without this key" if usual is None else f"for {usual}"
+            yield f"{name}: {shown(value)} is not estimated; the numbers are {numbers}."
 
 
 def _frozen(config: _Yaml, notes: list[str]) -> list[str]:
@@ -184,8 +184,8 @@ def _policy(config: _Yaml, notes: list[str]) -> str:
     offload = config.get("features.enable_activation_offload", False)
     for name, on in (("recompute_plan", recompute), ("activation_offload_plan", offload)):
         section = "features" if config.get(f"features.{name}") else "parallel"
-        if on and _BLOCKS not in config.get(f"{section}.{name}.apply_modules", [_BLOCKS]):
-            notes.append(f"{section}.{name}.apply_modules lacks {_BLOCKS}: the numbers are for all blocks.")
+        if on and BLOCKS not in config.get(f"{section}.{name}.apply_modules", [BLOCKS]):
+            notes.append(f"{section}.{name}.apply_modules lacks {BLOCKS}: the numbers are for all blocks.")
     if offload and not recompute:
         notes.append("Activation offload without recompute is estimated as if nothing were offloaded.")
     return ("offload" if offload else "full") if recompute else "none"

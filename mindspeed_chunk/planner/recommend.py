@@ -168,10 +168,8 @@ def _batches(samples: int) -> Iterator[tuple[int, int, int]]:
 def _complexity(each: Estimate) -> tuple:
     setting = each.setting
     place = (_POLICIES.index(setting.policy), setting.layout.cp, setting.layout.ep)
-    batch = (
-        setting.accumulation,
-        setting.micro_chunks,
-    )  # one pass gathers once, and a batch that is not cut is simpler
+    # one pass gathers once, and a batch that is not cut is simpler
+    batch = (setting.accumulation, setting.micro_chunks)
     return (setting.num_chunks, KEEPS.index(setting.keep), *place, *batch, each.step)
 
 

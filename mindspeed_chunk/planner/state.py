@@ -28,6 +28,7 @@ FSDP_MODULES = (
     "lm_head",
 )
 VISION = "model.visual"
+BLOCKS = "model.language_model.layers.{*}"
 _ADAM_STEP = 4  # bytes: torch keeps the step count of every parameter as a separate fp32 tensor
 
 

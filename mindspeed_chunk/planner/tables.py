@@ -32,9 +32,9 @@ def job_lines(job: _Report) -> tuple[str, ...]:
 
 def given(estimate: _Report, budget: int) -> Iterator[Table]:
     """The estimate of a yaml as it is: its memory and its step, part by part."""
-    name = max(estimate["links"], key=estimate["links"].__getitem__)
+    name, busy = _busiest(estimate["links"])
     memory = [*estimate["memory"].items(), ("together", estimate["peak"]), ("may be used", budget)]
-    seconds = [*estimate["seconds"].items(), ("together", estimate["step"]), (f"link {name}", estimate["links"][name])]
+    seconds = [*estimate["seconds"].items(), ("together", estimate["step"]), (f"link {name}", busy)]
     yield Table("memory of a rank", ("part", "GB"), [(name, fixed(n / GB, 3)) for name, n in memory])
     yield Table("one step", ("part", "s"), [(name, fixed(n, 3)) for name, n in seconds])
 
@@ -178,10 +178,13 @@ def _ranks(group: list[int]) -> str:
     return f"({shown} ...)" if len(group) > _SHOWN_RANKS else f"({shown})"
 
 
+def _busiest(links: dict[str, float]) -> tuple[str, float]:
+    return max(links.items(), key=lambda link: link[1])
+
+
 def _busiest_link(each: _Report) -> str:
-    links = each["links"]
-    busiest = max(links, key=lambda name: links[name])
-    return f"{fixed(links[busiest], 3)} {busiest}"
+    name, seconds = _busiest(each["links"])
+    return f"{fixed(seconds, 3)} {name}"
 
 
 def _layout(each: _Report) -> str:

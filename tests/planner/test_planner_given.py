@@ -91,6 +91,11 @@ def test_every_key_is_read(key, tmp_path):
     assert getattr(given.read(changed(tmp_path, **{key: value}), **A3).setting, attribute) == expected
 
 
+def test_other_words_for_what_is_estimated_are_no_notes(tmp_path):
+    path = changed(tmp_path, parallel__fully_shard_parallel_size=32, parallel__fsdp_plan__reduce_dtype="float32")
+    assert given.read(path, **A3).notes == []
+
+
 def test_a_chunk_size_is_a_number_of_chunks(tmp_path):
     path = changed(tmp_path, remove=["parallel__ep_plan__moe_num_chunks"], parallel__ep_plan__moe_chunk_size=8192)
     assert given.read(path, **A3).setting.num_chunks == 4  # of 2 samples of 16384 tokens
