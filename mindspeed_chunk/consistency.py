@@ -24,8 +24,8 @@ from mindspeed_chunk.dist import default_store
 from mindspeed_chunk.wording import SHOWN_CHARS
 
 PATIENCE_S = 60.0
-# The share of the time for answers; the rest is for reporting the result to all ranks.
-_FOR_ANSWERS = 0.9
+# The longest wait for another rank that has all it needs: only if it is killed or stopped does it take longer.
+_FOR_A_STEP_S = 10.0
 _LONGEST_PAUSE_S = 0.2
 _MOST_SHOWN = 8
 _NOT_SET = "not set"
@@ -41,7 +41,7 @@ def check(settings: Settings, wait: bool, patience_s: float | None = None) -> No
         settings: values by the keys that a user knows. A missing key is the same as one that is off: None, False, 0,
             empty.
         wait: whether to wait for the other ranks. A rank that does not wait is compared by those that do.
-        patience_s: how long; by default `PATIENCE_S`.
+        patience_s: how long to wait for their settings; by default `PATIENCE_S`.
 
     Raises:
         ConfigError: on every rank that waits, with the same line: keys that differ with their values and ranks, or
@@ -55,10 +55,9 @@ def check(settings: Settings, wait: bool, patience_s: float | None = None) -> No
 
 def compare(store: dist.Store, rank: int, size: int, settings: Settings, wait: bool, patience_s: float) -> None:
     """`check` with the caller's store."""
-    deadline = time.monotonic() + patience_s
     board = _Board(store, rank, size)
     board.put(settings, wait)
-    problem = board.problem(patience_s * _FOR_ANSWERS, deadline) if wait else ""
+    problem = board.problem(patience_s) if wait else ""
     if problem:
         raise ConfigError(f"every rank must run the same configuration, but {problem}")
 
@@ -88,16 +87,16 @@ class _Board:
         if self._store.add(f"{self._start}/ranks", 1) == self._size:
             self._store.set(self._settled, "")
 
-    def problem(self, answers_s: float, deadline: float) -> str:
+    def problem(self, patience_s: float) -> str:
         """The problem, the same text on every rank that waits; empty if all ranks have answered with equal settings."""
-        if not self._wait_for(self._settled, time.monotonic() + answers_s):
+        if not self._wait_for(self._settled, patience_s):
             self._store.set(self._settled, "")  # the others need not wait any longer
         if self._store.add(self._same, 0) == self._size:
             return ""
         verdict = f"{self._start}/verdict"
         if self._store.add(f"{self._start}/readers", 1) == 1:  # one rank reads all settings, and reports to the others
-            self._store.set(verdict, json.dumps(self._read(answers_s)))
-        elif not self._wait_for(verdict, deadline):
+            self._store.set(verdict, json.dumps(self._read(patience_s)))
+        elif not self._wait_for(verdict, _FOR_A_STEP_S):
             return "the rank that compares the settings has not reported which keys differ"
         problem, waiting = json.loads(self._store.get(verdict))
         if problem:
@@ -106,12 +105,13 @@ class _Board:
                 read_by = f"{self._start}/read"
                 if self._store.add(f"{read_by} ranks", 1) == waiting:
                     self._store.set(read_by, "")
-                self._wait_for(read_by, deadline)
+                self._wait_for(read_by, _FOR_A_STEP_S)
         return problem
 
-    def _wait_for(self, key: str, deadline: float) -> bool:
+    def _wait_for(self, key: str, seconds: float) -> bool:
         """Whether the key appears in time. It polls: the store's own wait cannot be interrupted, and writes a warning
         when it ends."""
+        deadline = time.monotonic() + seconds
         pause_s = 0.001
         while not self._has(key):
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class _Board:
     def _has(self, key: str) -> bool:
         return self._store.check([key])  # type: ignore[attr-defined,unused-ignore]  # not in torch 2.7.1's types
 
-    def _read(self, answers_s: float) -> tuple[str, int]:
+    def _read(self, patience_s: float) -> tuple[str, int]:
         """The problem, and how many ranks wait for it."""
         ranks: dict[str, list[int]] = {}
         silent, waiting = [], 0
@@ -136,10 +136,10 @@ class _Board:
             else:
                 silent.append(rank)
         settings = {each: json.loads(self._store.get(f"{self._all}/settings {each}")) for each in ranks}
-        return describe([(settings[each], ranks[each]) for each in ranks], silent, answers_s), waiting
+        return describe([(settings[each], ranks[each]) for each in ranks], silent, patience_s), waiting
 
 
-def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answers_s: float) -> str:
+def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], patience_s: float) -> str:
     """How groups of ranks with the same settings differ, and which ranks did not answer; empty if there is no problem.
 
     One line, whose length does not grow with the number of ranks.
@@ -150,7 +150,7 @@ def describe(groups: list[tuple[Settings, list[int]]], silent: list[int], answer
     if differing:
         parts.append("start all ranks with the same yaml, arguments, environment and version of the plugin")
     if silent:
-        problem = f"{_names(silent)}: no answer within {answers_s:.0f} s"
+        problem = f"{_names(silent)}: no answer within {patience_s:.0f} s"
         cure = "start all ranks at the same time, install the plugin there, and do not turn it off"
         parts.append(f"{problem}: {cure} (MINDSPEED_CHUNK_DISABLE)")
     return "; ".join(parts)

@@ -108,6 +108,19 @@ def test_after_a_start_that_broke_off_on_some_ranks_equal_settings_are_not_refus
     assert set(told.values()) == {None}
 
 
+class Slow(dist.HashStore):
+    """A store that needs longer for each entry than the ranks are patient."""
+
+    def get(self, key):
+        time.sleep(0.3)
+        return super().get(key)
+
+
+def test_a_rank_waits_for_the_one_that_reads_all_settings_however_short_the_patience():
+    told = on_threads(Slow(), {0: (SAME, True), 1: (SAME, True)}, size=3, patience_s=0.2)
+    assert len(set(told.values())) == 1 and "rank 2: no answer within 0 s" in told[0]
+
+
 def test_values_that_mean_off_are_alike():
     ranks = [{"b": 1}, *({"a": off, "b": 1} for off in (None, False, 0, [], ""))]
     told = on_threads(dist.HashStore(), {rank: (settings, True) for rank, settings in enumerate(ranks)})
