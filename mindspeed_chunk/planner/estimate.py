@@ -21,6 +21,7 @@ assumed to be hidden. Images are not counted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -34,7 +35,7 @@ from mindspeed_chunk.planner.activations import RECOMPUTED, BlockBytes, activati
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.sequence import ulysses_traffic
 from mindspeed_chunk.planner.setting import Job, Setting
-from mindspeed_chunk.planner.state import Sharding, StateBytes, Unit, state_bytes, units
+from mindspeed_chunk.planner.state import Sharding, StateBytes, state_bytes, units
 from mindspeed_chunk.planner.traffic import REDUCED, Collective, expert_traffic, fsdp_traffic
 
 _CHUNK_MBS_HIDDEN = 3  # hidden states of the whole batch that ChunkMBS holds
@@ -43,42 +44,57 @@ _BACKWARD = 2  # forwards
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Estimate(NamedTuple):
-    """Attributes:
-    memory: bytes of one rank by part.
-    seconds: of one optimizer step by part.
-    links: seconds for which the busiest rank uses each link in a step, if no two of its collectives do so together.
-    host: bytes of offloaded activations of one rank.
+class Estimate:
+    """Of one setting. Times are computed when they are read: of most settings only the peak is.
+
+    Attributes:
+        memory: bytes of one rank by part.
+        peak: bytes of all parts together.
+        host: bytes of offloaded activations of one rank.
+        expert: of a call of an MoE layer.
     """
 
-    setting: Setting
-    memory: dict[str, int]
-    seconds: dict[str, float]
-    links: LinkSeconds
-    host: int
-    expert: ExpertMemory
-    times: ChunkTimes
+    def __init__(self, estimator: Estimator, setting: Setting) -> None:
+        self._estimator, self.setting = estimator, setting
+        self.expert = estimator.expert_memory(setting)
+        self.memory, self.host = estimator.memory(setting, self.expert)
+        self.peak = sum(self.memory.values())
+
+    @functools.cached_property
+    def _seconds(self) -> tuple[dict[str, float], LinkSeconds]:
+        # offloading takes no time that recomputing does not
+        setting = self.setting
+        policy = "full" if setting.policy in RECOMPUTED else setting.policy
+        return self._estimator.seconds(dataclasses.replace(setting, policy=policy))
 
     @property
-    def peak(self) -> int:
-        """Bytes of all parts together."""
-        return sum(self.memory.values())
+    def seconds(self) -> dict[str, float]:
+        """Of one optimizer step by part."""
+        return self._seconds[0]
 
-    @property
+    @functools.cached_property
     def step(self) -> float:
         """Seconds of all parts together."""
         return sum(self.seconds.values())
 
+    @property
+    def links(self) -> LinkSeconds:
+        """Seconds for which the busiest rank uses each link in a step, if no two of its collectives do so together."""
+        return self._seconds[1]
 
-class _LayerEstimate(NamedTuple):
-    """A call of an MoE layer, and the block around it.
+    @property
+    def times(self) -> ChunkTimes:
+        """Of a call of an MoE layer."""
+        return self._estimator.chunk_times(self.setting)
+
+
+class _LayerSeconds(NamedTuple):
+    """Of a call of an MoE layer.
 
     Attributes:
         forward, exposed: seconds of the forward, and how many of them are exposed; in the backward the other two.
     """
 
-    memory: ExpertMemory
-    block: BlockBytes
     times: ChunkTimes
     forward: float
     exposed: float
@@ -107,23 +123,41 @@ class Estimator:
         self.known: dict[tuple, Any] = {}
 
     def __call__(self, setting: Setting) -> Estimate:
-        job, layout = self.job, setting.layout
-        span, how = self._span(layout, "ep"), (setting.num_chunks, setting.schedule, setting.keep)
-        layer = self._layer(setting.layer(job), span, layout.tp, *how)
-        memory, host = self._memory(setting, layer)
-        seconds, links = self._seconds(setting, layer)
-        return Estimate(setting, memory, seconds, links, host, layer.memory, layer.times)
+        return Estimate(self, setting)
+
+    def expert_memory(self, setting: Setting) -> ExpertMemory:
+        """Of a call of an MoE layer."""
+        return self._expert_memory(setting.layer(self.job), setting.num_chunks, setting.schedule, setting.keep)
+
+    def chunk_times(self, setting: Setting) -> ChunkTimes:
+        """Of a call of an MoE layer."""
+        return self._layer(setting).times
 
     @once
-    def _layer(
-        self, shape: LayerShape, span: GroupShape, tp: int, num_chunks: int, schedule: str, keep: str
-    ) -> _LayerEstimate:
+    def _expert_memory(self, shape: LayerShape, num_chunks: int, schedule: str, keep: str) -> ExpertMemory:
+        rows = balanced_rows(shape, num_chunks, self.job.imbalance)
+        return expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
+
+    def _layer(self, setting: Setting) -> _LayerSeconds:
+        span = self._span(setting.layout, "ep")
+        return self._layer_seconds(setting.layer(self.job), span, setting.num_chunks, setting.schedule, setting.keep)
+
+    @once
+    def _layer_seconds(
+        self, shape: LayerShape, span: GroupShape, num_chunks: int, schedule: str, keep: str
+    ) -> _LayerSeconds:
         job, rows = self.job, balanced_rows(shape, num_chunks, self.job.imbalance)
-        memory = expert_memory(shape, schedule=schedule, keep=keep, rows=rows)
         times = chunk_times(shape, job.device, span, dtype=job.compute, schedule=schedule, keep=keep, rows=rows)
-        block = block_bytes(job.model, shape.tokens, job.element_size, memory, tp)
         directions = (times.forward, times.backward)
-        return _LayerEstimate(memory, block, times, *(v for each in directions for v in (each.total, each.exposed)))
+        return _LayerSeconds(times, *(value for each in directions for value in (each.total, each.exposed)))
+
+    @once
+    def _block(self, expert: ExpertMemory, tokens: int, tp: int) -> BlockBytes:
+        return block_bytes(self.job.model, tokens, self.job.element_size, expert, tp)
+
+    @once
+    def _link_seconds(self, kind: str, nbytes: float, span: GroupShape) -> LinkSeconds:
+        return link_seconds(kind, nbytes, span, self.job.device)
 
     def _span(self, layout: Layout, kind: str) -> GroupShape:
         return layout.span(kind, self.job.devices_per_node)
@@ -134,12 +168,14 @@ class Estimator:
 
     # memory
 
-    def _memory(self, setting: Setting, layer: _LayerEstimate) -> tuple[dict[str, int], int]:
-        state, expert = self._state(setting.layout), layer.memory
-        kept = activations(setting.policy, layer.block, self.job.model.num_hidden_layers // setting.layout.pp)
+    def memory(self, setting: Setting, expert: ExpertMemory) -> tuple[dict[str, int], int]:
+        """Bytes of one rank by part, and those of offloaded activations on its host."""
+        state = self._state(setting.layout)
+        block = self._block(expert, setting.tokens(self.job), setting.layout.tp)
+        kept = activations(setting.policy, block, self.job.model.num_hidden_layers // setting.layout.pp)
         held, host, batch = kept.kept, kept.host * setting.micro_chunks, 0
         if setting.micro_chunks > 1:
-            batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * layer.block.input
+            batch = _CHUNK_MBS_HIDDEN * setting.micro_chunks * block.input
             held *= 1 if setting.policy == "offload" else setting.micro_chunks
         in_flight = min(setting.layout.pp, setting.accumulation)
         memory = {
@@ -164,22 +200,22 @@ class Estimator:
 
     @once
     def _gathered(self, ep: int) -> int:
-        blocks: dict[str, int] = {}  # elements of each while it is gathered, its experts included
-        for unit in self._block_units(ep):
-            number = unit.name.split(".layers.")[1].split(".")[0]
-            blocks[number] = blocks.get(number, 0) + unit.gathered()
+        blocks: Counter[str] = Counter()  # elements of each while it is gathered, its experts included
+        for unit in units(self.job.model, self.sharding(ep)):
+            if unit.in_block:
+                elements = unit.gathered()
+                for name in unit.names:
+                    blocks[name.split(".layers.")[1].split(".")[0]] += elements
         block, head = max(blocks.values()), self.job.model.vocab_size * self.job.model.hidden_size
         size = self.job.recipe.gathered
         return max(2 * block, head) * size + max(block, head) * (size + REDUCED)
 
-    def _block_units(self, ep: int) -> list[Unit]:
-        return [unit for unit in units(self.job.model, Sharding(self.job.world, ep)) if ".layers." in unit.name]
-
     # time
 
-    def _seconds(self, setting: Setting, layer: _LayerEstimate) -> tuple[dict[str, float], LinkSeconds]:
-        """Seconds by part, and on the links."""
-        layout, passes, job = setting.layout, setting.accumulation, self.job
+    @once
+    def seconds(self, setting: Setting) -> tuple[dict[str, float], LinkSeconds]:
+        """Seconds of a step by part, and on the links."""
+        layout, passes, job, layer = setting.layout, setting.accumulation, self.job, self._layer(setting)
         layers, chunks, tokens = job.model.num_hidden_layers // layout.pp, setting.micro_chunks, setting.tokens(job)
         again = 1.0 if setting.policy in RECOMPUTED else 0.0
         count = layers * chunks * passes
@@ -235,7 +271,7 @@ class Estimator:
         if layout.cp > 1:
             span = self._span(layout, "cp")
             for kind, calls, nbytes in ulysses_traffic(job.model, layout.cp, tokens, job.element_size, directions=1):
-                links = links.plus(link_seconds(kind, nbytes / calls, span, job.device), calls)
+                links = links.plus(self._link_seconds(kind, nbytes / calls, span), calls)
         return LinkSeconds().plus(links, 1 / job.model.num_hidden_layers)
 
     def core_share(self) -> float:
@@ -278,17 +314,13 @@ class Estimator:
         """On the links: of the mean block's forward and backward, and of all units in a pass."""
         job, layout = self.job, Layout(ep=ep, dp=self.job.world)
         gather = reduce = others = LinkSeconds()
-        # most units are like others
-        sizes = Counter(
-            (".layers." in unit.name, unit.expert, unit.gathered())
-            for unit in units(job.model, self.sharding(ep))
-            if unit.trained
-        )
-        for (in_block, expert, elements), number in sizes.items():
-            span = self._span(layout, "edp" if expert else "dp_cp")
-            gathered = link_seconds(ALL_GATHER, elements * job.recipe.gathered, span, job.device)
-            reduced = link_seconds(REDUCE_SCATTER, elements * REDUCED, span, job.device)
-            if in_block:
+        for unit in units(job.model, self.sharding(ep)):
+            if not unit.trained:
+                continue
+            span, number = self._span(layout, "edp" if unit.expert else "dp_cp"), unit.number
+            gathered = self._link_seconds(ALL_GATHER, unit.gathered() * job.recipe.gathered, span)
+            reduced = self._link_seconds(REDUCE_SCATTER, unit.gathered() * REDUCED, span)
+            if unit.in_block:
                 gather, reduce = gather.plus(gathered, number), reduce.plus(reduced, number)
             else:
                 others = others.plus(gathered, 2 * number).plus(reduced, number)
@@ -310,9 +342,9 @@ class Estimator:
         how: dict[str, Any] = {"num_chunks": setting.num_chunks, "keep": setting.keep, "recompute": again}
         experts = expert_traffic(model, setting.layer(self.job), passes=passes, **how)
         own = self._own_traffic(setting.layout, setting.tokens(self.job), passes, again)
-        return self._fsdp_traffic(setting) + own + experts
+        return self._parameter_traffic(setting) + own + experts
 
-    def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
+    def _parameter_traffic(self, setting: Setting) -> list[Collective]:
         sharding = self.sharding(setting.layout.ep)
         return fsdp_traffic(self.job.model, sharding, self.job.recipe, setting.accumulation)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from mindspeed_chunk.config import KEEPS, ConfigError
 from mindspeed_chunk.hardware import ALL_GATHER, REDUCE_SCATTER
@@ -48,21 +48,21 @@ class Only(NamedTuple):
 class Recommendation(NamedTuple):
     """Attributes:
     best: None if nothing fits.
-    smallest: of all settings, the one that needs the least memory.
+    smallest: if nothing fits, the setting that needs the least memory.
     runners_up: the next ones, each with another layout, policy or way to batch.
     why: sentences.
     of_layout: each layout's own best setting or, if none fits, the one that needs the least memory.
     """
 
     best: Estimate | None
-    smallest: Estimate
+    smallest: Estimate | None
     runners_up: list[Estimate]
     why: list[str]
     of_layout: dict[Layout, Estimate]
 
     @property
     def chosen(self) -> Estimate:
-        return self.best or self.smallest
+        return self.best or cast(Estimate, self.smallest)
 
 
 def recommend(job: Job, estimator: Estimator | None = None, only: Only | None = None) -> Recommendation:
@@ -70,7 +70,7 @@ def recommend(job: Job, estimator: Estimator | None = None, only: Only | None = 
     ConfigError: if no layout fits the world, the model and the batch.
     """
     estimator, only = estimator or Estimator(job), only or Only()
-    tried = [estimator(setting) for setting in candidates(job) if only.allows(setting)]
+    tried = list(_estimates(job, estimator, only))
     if not tried and any(value is not None for value in only):
         rule = f"none of the settings that are tried for {job.world} ranks and {job.global_batch} samples has that"
         chunks = ", ".join(map(str, CANDIDATES))
@@ -78,20 +78,31 @@ def recommend(job: Job, estimator: Estimator | None = None, only: Only | None = 
     if not tried:
         rule = f"no layout of {job.world} ranks fits {job.global_batch} samples of {job.sequence} tokens"
         raise ConfigError.about("--nodes", job.nodes, rule, "change --global-batch, or the number of devices")
-    smallest = min(tried, key=lambda each: each.peak)
     fitting = sorted((each for each in tried if each.peak <= job.budget), key=lambda each: each.step)
     by_layout: dict[Layout, list[Estimate]] = {}
     for each in tried:
         by_layout.setdefault(each.setting.layout, []).append(each)
     of_layout = {layout: best_of(job, estimates) for layout, estimates in by_layout.items()}
     if not fitting:
+        smallest = min(tried, key=lambda each: each.peak)
         return Recommendation(None, smallest, [], [_does_not_fit(job, smallest)], of_layout)
     best = best_of(job, fitting)
     why = list(_why(job, estimator, best, of_layout))
     counted = next((each for each in fitting if _only_counted(each)), None)
     if counted is not None and counted.step < best.step:
         why.append(_without_recompute(best, counted))
-    return Recommendation(best, smallest, _runners_up(best, fitting), why, of_layout)
+    return Recommendation(best, None, _runners_up(best, fitting), why, of_layout)
+
+
+def _estimates(job: Job, estimator: Estimator, only: Only) -> Iterator[Estimate]:
+    """Without those of settings that keep less of the experts' activations than one that fits: they are not faster."""
+    fits = False
+    for setting in filter(only.allows, candidates(job)):
+        # the modes of a setting follow each other in the order of `KEEPS`
+        if setting.keep == KEEPS[0] or not fits:
+            estimate = estimator(setting)
+            fits = estimate.peak <= job.budget
+            yield estimate
 
 
 def best_of(job: Job, estimates: list[Estimate]) -> Estimate:
@@ -128,7 +139,7 @@ def _runners_up(best: Estimate, fitting: list[Estimate]) -> list[Estimate]:
 
 
 def candidates(job: Job) -> Iterator[Setting]:
-    """Every setting that is tried."""
+    """Every setting that is considered."""
     for layout in fsdp_layouts(job):
         samples = job.global_batch // layout.dp
         for micro_batch, accumulation, chunk_mbs in _batches(samples):

@@ -115,16 +115,17 @@ def _recommendation(job: Job, recommendation: Recommendation) -> dict[str, Any]:
     return {
         "fits": recommendation.best is not None,
         "best": _as_json(recommendation.best) if recommendation.best else None,
-        "least_memory": _as_json(recommendation.smallest),
+        "least_memory": _as_json(recommendation.smallest) if recommendation.smallest else None,
         "runners_up": [_as_json(each) for each in recommendation.runners_up],
         "why": recommendation.why,
     }
 
 
 def _layouts(job: Job, estimator: Estimator, recommendation: Recommendation) -> Iterator[dict[str, Any]]:
-    """The chosen one, the pair of 3D layouts next to each other, and the fastest others, those that fit first.
+    """The chosen one, the pair of 3D layouts next to each other, and the fastest others that fit.
 
-    Each has its own best setting; those with TP or PP have the best that `Megatron` tries.
+    If few fit, those that need the least memory follow. Each has its own best setting; those with TP or PP
+    have the best that `Megatron` tries.
     """
     megatron, pair = Megatron(job), list(megatron_layouts.pair(job))
     yield _layout(estimator, recommendation.chosen, "recommended" if recommendation.best else "least memory")
@@ -136,7 +137,7 @@ def _layouts(job: Job, estimator: Estimator, recommendation: Recommendation) -> 
     shown = {recommendation.chosen.setting.layout, *(layout for layout, _ in pair)}
     others = [each for layout, each in recommendation.of_layout.items() if layout not in shown]
     others += [megatron.best(layout) for layout in megatron_layouts.possible(job) if layout not in shown]
-    others.sort(key=lambda each: (each.peak > job.budget, each.step))
+    others.sort(key=lambda each: (0, each.step) if each.peak <= job.budget else (1, each.peak))
     for each in others[:_SHOWN_LAYOUTS]:
         yield _layout(megatron if each.setting.backend == MEGATRON else estimator, each, "other")
 

@@ -51,26 +51,37 @@ class Sharding(NamedTuple):
     train_vision: bool = True
 
 
-class Unit(NamedTuple):
-    """One FSDP2 unit: the parameters that are gathered together, each with its shape before it is spread over `ranks`.
+class Units(NamedTuple):
+    """FSDP2 units that are alike, as in most blocks: each has these parameters, which are gathered together.
 
     Attributes:
-        name: of the module; "" for what belongs to no module of the plan.
-        pieces: (size along the dimension that is cut, elements in a slice of it).
+        names: of the modules; "" for what belongs to no module of the plan.
+        pieces: of each parameter before it is spread over `ranks`: (size along the dimension that is cut, elements in a
+            slice of it).
     """
 
-    name: str
+    names: tuple[str, ...]
     pieces: tuple[tuple[int, int], ...]
     ranks: int
     expert: bool
     trained: bool
 
+    @property
+    def number(self) -> int:
+        """How many units these are."""
+        return len(self.names)
+
+    @property
+    def in_block(self) -> bool:
+        """Whether they are in blocks of the language model."""
+        return ".layers." in self.names[0]
+
     def gathered(self) -> int:
-        """Elements that a gather moves, with the padding that makes all ranks send the same."""
+        """Elements that a gather of one of them moves, with the padding that makes all ranks send the same."""
         return sum(_ceil(size, self.ranks) * self.ranks * rest for size, rest in self.pieces)
 
     def local(self, rank: int) -> int:
-        """Elements of the shard of one of its ranks, counted from 0."""
+        """Elements of one of them in the shard of one of its ranks, counted from 0."""
         return sum(_piece(size, self.ranks, rank) * rest for size, rest in self.pieces)
 
 
@@ -88,21 +99,37 @@ class StateBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def units(model: ModelSize, sharding: Sharding) -> tuple[Unit, ...]:
+def units(model: ModelSize, sharding: Sharding) -> tuple[Units, ...]:
     """The units of a model, in the order of their first parameter."""
-    return tuple(_unit(name, parameters, sharding) for name, parameters in _by_module(model, sharding.modules).items())
+    alike = _alike(model, sharding.modules)
+    return tuple(_units(names, parameters, sharding) for (_, parameters), names in alike.items())
 
 
 @functools.lru_cache(maxsize=16)
-def _by_module(model: ModelSize, modules: tuple[str, ...]) -> dict[str, list[Parameter]]:
-    patterns = tuple(re.compile(_regex(pattern)) for pattern in modules)
-    by_module: dict[str, list[Parameter]] = {}
+def _alike(model: ModelSize, modules: tuple[str, ...]) -> dict[tuple[str, tuple[Parameter, ...]], tuple[str, ...]]:
+    """Names of modules by the pattern that they match and their parameters."""
+    matches = re.compile("|".join(f"({_regex(pattern)})" for pattern in modules)).fullmatch
+
+    @functools.cache
+    def owner(name: str) -> tuple[str, str]:
+        """Of a module: the innermost one of the plan that it is or is in, after the pattern of that."""
+        match = matches(name)
+        if match and match.lastindex:
+            return modules[match.lastindex - 1], name
+        return owner(name.rpartition(".")[0]) if name else ("", "")
+
+    by_module: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in model.parameters():
-        by_module.setdefault(_owner(parameter.name, patterns), []).append(parameter)
-    return by_module
+        pattern, module = owner(parameter.name.rpartition(".")[0])
+        own_name = parameter.name.removeprefix(module)
+        by_module.setdefault((pattern, module), []).append(parameter._replace(name=own_name))
+    alike: dict[tuple[str, tuple[Parameter, ...]], list[str]] = {}
+    for (pattern, module), parameters in by_module.items():
+        alike.setdefault((pattern, tuple(parameters)), []).append(module)
+    return {key: tuple(modules) for key, modules in alike.items()}
 
 
-def _unit(name: str, parameters: Sequence[Parameter], sharding: Sharding) -> Unit:
+def _units(names: tuple[str, ...], parameters: Sequence[Parameter], sharding: Sharding) -> Units:
     expert = all(parameter.expert for parameter in parameters)
     pieces = []
     for parameter in parameters:
@@ -111,7 +138,7 @@ def _unit(name: str, parameters: Sequence[Parameter], sharding: Sharding) -> Uni
             shape[0], dim = shape[0] // sharding.ep, sharding.expert_dim
         pieces.append((shape[dim], math.prod(shape) // shape[dim]))
     ranks = sharding.ranks // sharding.ep if expert else sharding.ranks
-    return Unit(name, tuple(pieces), ranks, expert, sharding.train_vision or not name.startswith(VISION))
+    return Units(names, tuple(pieces), ranks, expert, sharding.train_vision or not names[0].startswith(VISION))
 
 
 def state_bytes(model: ModelSize, sharding: Sharding, recipe: Recipe, rank: int = 0) -> StateBytes:
@@ -122,23 +149,16 @@ def state_bytes(model: ModelSize, sharding: Sharding, recipe: Recipe, rank: int 
     kept = trained = count = 0
     for unit in units(model, sharding):
         # ranks with the same experts are EP apart: rank = ep + EP x place
-        elements = unit.local(rank // sharding.ep if unit.expert else rank)
+        elements = unit.number * unit.local(rank // sharding.ep if unit.expert else rank)
         kept += elements
         if unit.trained:
             trained += elements
-            count += len(unit.pieces)
+            count += unit.number * len(unit.pieces)
     return StateBytes(
         kept * recipe.weight,
         trained * recipe.grad,
         trained * (recipe.master + recipe.moments) + count * _ADAM_STEP,
     )
-
-
-def _owner(name: str, patterns: Sequence[re.Pattern]) -> str:
-    """The innermost module of the plan that a parameter is in."""
-    words = name.split(".")[:-1]
-    modules = (".".join(words[:n]) for n in range(len(words), 0, -1))
-    return next((module for module in modules if any(pattern.fullmatch(module) for pattern in patterns)), "")
 
 
 def _regex(pattern: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, LinkSeconds, link_seconds
+from mindspeed_chunk.hardware import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Device, collective_seconds
 from mindspeed_chunk.moe.costs.rows import LayerShape, row_bytes
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import ModelSize
@@ -41,16 +41,12 @@ class Collective(NamedTuple):
     calls: int
     nbytes: int
 
-    def on_links(self, layout: Layout, devices_per_node: int, device: Device) -> LinkSeconds:
-        """Time on each link, if no two calls run at the same time."""
-        if not self.calls or self.ranks == 1:
-            return LinkSeconds()
-        span = layout.span(self.group, devices_per_node)
-        return LinkSeconds().plus(link_seconds(self.kind, self.nbytes / self.calls, span, device), self.calls)
-
     def seconds(self, layout: Layout, devices_per_node: int, device: Device) -> float:
-        """The longer of the two."""
-        return max(self.on_links(layout, devices_per_node, device))
+        """On the busier link, if no two calls run at the same time."""
+        if not self.calls or self.ranks == 1:
+            return 0.0
+        span = layout.span(self.group, devices_per_node)
+        return self.calls * collective_seconds(self.kind, self.nbytes / self.calls, span, device)
 
 
 class Exchanges(NamedTuple):
@@ -108,11 +104,11 @@ def fsdp_traffic(
         if unit.trained and unit.ranks > 1:
             group, elements = "edp" if unit.expert else "dp_cp", unit.gathered()
             gathers = by_group.setdefault((group, ALL_GATHER, unit.ranks), [0, 0])
-            gathers[0] += 2 * passes
-            gathers[1] += 2 * passes * elements * recipe.gathered
+            gathers[0] += 2 * passes * unit.number
+            gathers[1] += 2 * passes * unit.number * elements * recipe.gathered
             reductions = by_group.setdefault((group, REDUCE_SCATTER, unit.ranks), [0, 0])
-            reductions[0] += syncs
-            reductions[1] += syncs * elements * REDUCED
+            reductions[0] += syncs * unit.number
+            reductions[1] += syncs * unit.number * elements * REDUCED
     return [Collective(group, kind, ranks, *totals) for (group, kind, ranks), totals in by_group.items()]
 
 

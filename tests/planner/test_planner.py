@@ -35,7 +35,7 @@ from mindspeed_chunk.planner.estimate import Estimator
 from mindspeed_chunk.planner.fragments import fragments
 from mindspeed_chunk.planner.layout import Layout
 from mindspeed_chunk.planner.model import BUILT_IN
-from mindspeed_chunk.planner.recommend import recommend
+from mindspeed_chunk.planner.recommend import candidates, recommend
 from mindspeed_chunk.planner.sequence import ulysses_problem
 from mindspeed_chunk.planner.setting import Job, Setting
 from mindspeed_chunk.planner.traffic import fsdp_traffic
@@ -236,6 +236,19 @@ def test_the_recommendation_fits_is_the_fastest_and_says_why():
     assert any("can ask for" in line for line in recommend(job(recipe=RECIPES["bf16-megatron"])).why)
     gone = recommend(job("397b"))
     assert gone.best is None and "Nothing fits" in gone.why[0]
+
+
+@pytest.mark.parametrize("sequence", [4096, 32768])
+def test_settings_that_are_not_timed_are_not_faster(sequence):
+    """Where a setting fits, the same one with less kept is left out."""
+    one = job(nodes=2, sequence=sequence)
+    fitting = [each for each in map(Estimator(one), candidates(one)) if each.peak <= one.budget]
+    found = recommend(one).of_layout
+    for layout in {each.setting.layout for each in fitting}:
+        of_layout = [each for each in fitting if each.setting.layout == layout]
+        measured = [each for each in of_layout if each.setting.policy != "none"]
+        fastest = min(each.step for each in measured or of_layout)
+        assert fastest * (1 - 1e-9) <= found[layout].step <= fastest * (1.01 + 1e-9), layout
 
 
 def test_the_yaml_is_one_that_the_features_take():

@@ -100,6 +100,12 @@ def test_the_fullest_stage_decides():
     assert round(mean / 1e9, 2) == 13.17
 
 
+@pytest.mark.parametrize("pp", [1, 2, 8, 40])
+def test_the_stages_of_a_pipeline_add_up_to_the_model(pp):
+    stages = Megatron(job())._stages(pp)
+    assert len(stages) == pp and sum(map(sum, stages)) == load_model("35b").num_parameters()
+
+
 def test_the_busiest_rank_of_a_group_that_nodes_do_not_share_evenly():
     """EP=8 on nodes of 6: two ranks of a group are alone on a node, and send 6 of 8 parts to the other one."""
     span = Layout(ep=8, dp=24).span("ep", 6)

@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m soak.plans --examples 400
     PYTHONPATH=tests python -m soak.plans --replay '{"words": ["--model", "35b", "--nodes", "1e3"]}'
 
-Each must end with a plan, or with one line and exit code 2, within a second of CPU time. A plan must hold no number
-that is not finite, none below 0, and no 0 where time or bytes are spent. Exits with 1 where one fails; what does is
-printed as `--replay` takes it.
+Each must end with a plan, or with one line and exit code 2, within a second of CPU time (the least of three runs). A
+plan must hold no number that is not finite, none below 0, and no 0 where time or bytes are spent. Exits with 1 where
+one fails; what does is printed as `--replay` takes it.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _spent(report: dict[str, Any]) -> Iterator[tuple[str, float]]:
     told = {f"layouts.{n}": each for n, each in enumerate(report["layouts"]) if "problem" not in each}
     told |= {f"batch.{n}": each for n, each in enumerate(report["batch"])}
     told |= {f"runners_up.{n}": each for n, each in enumerate(found["runners_up"])}
-    told["least_memory"] = found["least_memory"]
+    told["chosen"] = found["best"] or found["least_memory"]
     for name, each in told.items():
         yield from ((f"{name}.{path}", value) for path, value in _spent_by(each))
     for name in ("job", "precision"):
@@ -313,6 +313,8 @@ def search(examples: int, seed: int, limit: float) -> tuple[Counter, list[tuple[
     for number in range(examples):
         given = drawn(random.Random(f"{seed} {number}"))
         ran = run(given)
+        if ran.seconds > limit:  # CPU time varies by half of it where other machines share the processor
+            ran = min((ran, run(given), run(given)), key=lambda each: each.seconds)
         codes[ran.code] += 1
         longest = max(longest, ran.seconds)
         if wrong := "; ".join(verdict(given, ran, limit)):

@@ -31,16 +31,16 @@ class Megatron(Estimator):
     """Estimates of settings of this back end; it has no Chunk MoE, so one chunk."""
 
     def best(self, layout: Layout) -> Estimate:
-        """Of a few micro batches, with and without recompute."""
+        """Of a few micro batches, each recomputed: `best_of` prefers that to what is only counted."""
         samples = self.job.global_batch // layout.dp
-        sizes = [size for size in _MICRO_BATCHES if samples % size == 0]
         tried = [
-            Setting(layout=layout, backend=MEGATRON, micro_batch=size, accumulation=samples // size, policy=policy)
-            for size in sizes
-            for policy in ("none", "full")
+            Setting(layout=layout, backend=MEGATRON, micro_batch=size, accumulation=samples // size, policy="full")
+            for size in _MICRO_BATCHES
+            if samples % size == 0
         ]
         return best_of(self.job, list(map(self, tried)))
 
+    @once
     def _state(self, layout: Layout) -> StateBytes:
         recipe, (others, experts) = self.job.recipe, self._elements(layout)
         spread = recipe.master + recipe.moments
@@ -55,16 +55,26 @@ class Megatron(Estimator):
     ) -> tuple[float, LinkSeconds]:
         return 0.0, LinkSeconds()
 
-    @once
     def _sent(self, layout: Layout, tokens: int, passes: int, again: bool) -> tuple[float, LinkSeconds]:
-        total, links = 0.0, LinkSeconds()
-        for each in self._own_traffic(layout, tokens, passes, again):
-            one = each.on_links(layout, self.job.devices_per_node, self.job.device)
-            total, links = total + max(one), links.plus(one)
-        return total, links
+        seconds, links = self._links(layout, self._own_traffic(layout, tokens, passes, again))
+        at_end, links_at_end = self._at_end(layout)
+        return seconds + at_end, links.plus(links_at_end)
+
+    @once
+    def _at_end(self, layout: Layout) -> tuple[float, LinkSeconds]:
+        return self._links(layout, self._optimizer_traffic(layout))
+
+    def _links(self, layout: Layout, collectives: list[Collective]) -> tuple[float, LinkSeconds]:
+        """Seconds of collectives that nothing hides, and on the links."""
+        seconds, links = 0.0, LinkSeconds()
+        for each in collectives:
+            call = self._link_seconds(each.kind, each.nbytes / each.calls, self._span(layout, each.group))
+            one = LinkSeconds().plus(call, each.calls)
+            seconds, links = seconds + max(one), links.plus(one)
+        return seconds, links
 
     def _own_traffic(self, layout: Layout, tokens: int, passes: int, again: bool) -> list[Collective]:
-        """The collectives of TP, PP, CP and the optimizer, without those of the experts."""
+        """The collectives of TP, PP and CP."""
         job = self.job
         hidden = tokens * job.model.hidden_size * job.element_size
         collectives = []
@@ -73,15 +83,19 @@ class Megatron(Estimator):
             collectives.append(Collective("tp", ALL_REDUCE, layout.tp, calls, calls * hidden))
         if layout.pp > 1:
             collectives.append(Collective("pp", POINT_TO_POINT, layout.pp, 2 * passes, 2 * passes * hidden))
-        collectives += super()._own_traffic(layout, tokens, passes, again)
+        return collectives + super()._own_traffic(layout, tokens, passes, again)
+
+    def _optimizer_traffic(self, layout: Layout) -> list[Collective]:
+        """The collectives at the end of a step."""
+        recipe, collectives = self.job.recipe, []
         for group, elements in zip(("dp_cp", "edp"), self._elements(layout)):
             if (ranks := layout.size(group)) > 1:
-                collectives.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * job.recipe.grad))
-                collectives.append(Collective(group, ALL_GATHER, ranks, 1, elements * job.recipe.gathered))
+                collectives.append(Collective(group, REDUCE_SCATTER, ranks, 1, elements * recipe.grad))
+                collectives.append(Collective(group, ALL_GATHER, ranks, 1, elements * recipe.gathered))
         return collectives
 
-    def _fsdp_traffic(self, setting: Setting) -> list[Collective]:
-        return []
+    def _parameter_traffic(self, setting: Setting) -> list[Collective]:
+        return self._optimizer_traffic(setting.layout)
 
     def _elements(self, layout: Layout) -> tuple[int, int]:
         """On a rank of the fullest stage: of everything except the experts, and of the experts."""
@@ -89,18 +103,28 @@ class Megatron(Estimator):
         return others // layout.tp, experts // (layout.tp * layout.ep)
 
     @once
-    def _stages(self, pp: int) -> list[list[int]]:
+    def _stages(self, pp: int) -> list[tuple[int, int]]:
         """Elements of each stage, the experts' separately.
 
         The first stage has the embedding and the vision tower, too, the last one the final norm and the head.
         """
-        stages, layers = [[0, 0] for _ in range(pp)], self.job.model.num_hidden_layers // pp
+        first, *blocks, last = self._parts()
+        size = len(blocks) // pp
+        stages = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+        stages[0].append(first)
+        stages[-1].append(last)
+        return [(sum(others for others, _ in stage), sum(experts for _, experts in stage)) for stage in stages]
+
+    @once
+    def _parts(self) -> list[tuple[int, int]]:
+        """Elements of what comes before the blocks, of each block, and of what comes after them, the experts' apart."""
+        parts = [[0, 0] for _ in range(self.job.model.num_hidden_layers + 2)]
         for parameter in self.job.model.parameters():
             _, _, number = parameter.name.partition("language_model.layers.")
-            last = parameter.name.startswith(("lm_head", "model.language_model.norm"))
-            stage = int(number.split(".")[0]) // layers if number else -1 if last else 0
-            stages[stage][parameter.expert] += parameter.numel
-        return stages
+            after = parameter.name.startswith(("lm_head", "model.language_model.norm"))
+            part = 1 + int(number.partition(".")[0]) if number else -1 if after else 0
+            parts[part][parameter.expert] += parameter.numel
+        return [(others, experts) for others, experts in parts]
 
 
 def pair(job: Job) -> Iterator[tuple[Layout, str | None]]:
