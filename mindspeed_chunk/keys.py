@@ -118,11 +118,13 @@ SECTIONS: dict[str, Any] = {
         "recompute_plan": _RECOMPUTE,
     },
     "model": {
-        "model_id": trainer(choice("qwen3_5_moe"), "qwen3_5_moe", "the model"),
+        "model_id": Key(TEXT, choice("qwen3_5_moe"), "qwen3_5_moe", "the model", null=True),
         "model_name_or_path": both(
             TEXT, REQUIRED, "a folder with its `config.json`; weights in it are loaded", null=True
         ),
-        "attn_implementation": trainer(choice("sdpa", "eager"), "sdpa", "transformers' name of the attention"),
+        "attn_implementation": Key(
+            TEXT, choice("sdpa", "eager"), "sdpa", "transformers' name of the attention", null=True
+        ),
         "activation_offload_plan": {"apply_modules": lint(NAMES, null=True)},
         **others("trust_remote_code freeze mtp_num_layers mtp_loss_scaling_factor"),
         **others("loss_cfg enable_chunk_loss chunkloss_plan"),  # 26.0

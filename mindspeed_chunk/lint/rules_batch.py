@@ -9,6 +9,9 @@ from mindspeed_chunk import keys
 from mindspeed_chunk.config import ConfigError
 from mindspeed_chunk.lint.rule import ERROR, NOTE, WARNING, Problem, Rule, Subject, problems
 
+_ATTENTION = "model.attn_implementation"
+_EXCHANGES = ("flash_attention_2", "flash_attention_3")
+_QWEN = ("qwen3_5", "qwen3_5_moe")
 SPLITS = tuple(f"parallel.{name}" for name in ("tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size"))
 SHARDS = "parallel.fully_shard_parallel_size"
 GLOBAL, STEPS, MICRO = (
@@ -91,6 +94,17 @@ def ulysses_heads(subject: Subject) -> Iterator[Problem]:
             return
 
 
+def ulysses_attention(subject: Subject) -> Iterator[Problem]:
+    """As `flash_attention_forward` of MindSpeed-MM 26.1.0 and master (mindspeed_mm/fsdp/ops/flash_attn/flash_attn.py).
+
+    Only there the full attention of its Qwen3.5 exchanges the heads; other models have their own exchanges.
+    """
+    given = subject.get(_ATTENTION, "")
+    if subject.get(SPLITS[2], 1) > 1 and subject.get("model.model_id") in _QWEN and given not in ("", *_EXCHANGES):
+        rule = f"with {SPLITS[2]} above 1, tokens would attend only to those on the same rank"
+        yield Problem(ConfigError.about(_ATTENTION, given, rule, f"set it to {_EXCHANGES[0]}"))
+
+
 def global_size(subject: Subject) -> Iterator[Problem]:
     """MindSpeed-MM sets it to the product, whatever the yaml says; without accumulation the factor is 1."""
     given, samples = subject.get(GLOBAL), _samples(subject)
@@ -125,6 +139,8 @@ RULES = (
          tensor),
     Rule("ulysses-heads", ERROR, "`ulysses_parallel_size` does not divide the model's attention heads, or the key "
          "heads of its linear attention. Needs the model's config.", ulysses_heads),
+    Rule("ulysses-attention", ERROR, "`model.attn_implementation` of Qwen3.5 exchanges no heads, but "
+         "`ulysses_parallel_size` is above 1.", ulysses_attention),
     Rule("global-batch", WARNING, "`training.global_batch_size` is not micro batch x data-parallel size x "
          "accumulation, which MindSpeed-MM uses instead.", global_size),
     Rule("accumulation-gathers", NOTE, "Gradient accumulation without ChunkMBS gathers all parameters once per "

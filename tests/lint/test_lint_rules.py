@@ -98,6 +98,9 @@ SEEDS = {
                         [("ulysses_parallel_size: 1", "tensor_parallel_size: 2")]),
     "Ulysses and heads": ("ulysses-heads", "parallel.ulysses_parallel_size", "model's linear_num_key_heads, 2",
                           [("ulysses_parallel_size: 1", "ulysses_parallel_size: 4")]),
+    "Ulysses and attention": ("ulysses-attention", "model.attn_implementation", "attend only to those on the same",
+                              [("ulysses_parallel_size: 1", "ulysses_parallel_size: 2"), (CHUNKS, "moe_num_chunks: 2"),
+                               add("model:", "  model_id: qwen3_5_moe", "  attn_implementation: sdpa")]),
     "chunk size": ("chunk-size-collective", f"{MOE}.moe_chunk_size", "one more collective",
                    [(CHUNKS, "moe_chunk_size: 512")]),
     "a row per expert": ("dispatch-bytes", f"{MOE}.chunk_moe_dispatch", "times the bytes of per_rank with uniform",
@@ -271,7 +274,7 @@ def test_contradictions_of_an_automatic_number_are_all_that_is_told():
 
 
 def test_keys_of_models_and_data_sets_are_left_alone():
-    more = "  num_layers: 3\n  mtp_layers: 1\n  attn_implementations: x\n"
+    more = "  num_layers: 3\n  mtp_layers: 1\n  trust_remote_codes: x\n"
     assert (
         find(spoilt(("model:\n", f"model:\n{more}"), ("  dataset_param:\n", "  dataset_param:\n    attrs: 1\n"))) == []
     )
