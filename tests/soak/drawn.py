@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from layer import TOLERANCE, Case, Layer, both, compare, distance, recomputed
 from mindspeed_chunk import dist as wire
@@ -28,7 +29,8 @@ class Drawn(Case):
     ranks: of the expert-parallel group; one rank has no group.
     routing: also "zipf", where expert e is chosen with a weight of 1 / (1 + e)^2.
     checkpoint: around the layer and what is behind it. "no"; "replay" and "reentrant", torch's two kinds.
-    follower: what is behind the layer: "nothing", "negation" (keeps nothing of its input), "sine" (keeps it).
+    follower: what is behind the layer: "nothing", "negation" (keeps nothing of its input), "silu" (keeps it; its
+        derivative changes little with a large input's rounding, unlike a sine's).
     incoming: how the gradient of the output lies in memory: "dense", "transposed", "strided" (a part of each row of
         something wider), "expanded" (one row for all tokens).
     transposed: rows, router weights and expert ids lie in memory column by column.
@@ -103,7 +105,7 @@ class DrawnLayer(Layer):
         return race_TE.topk(self.case.top_k, largest=False).indices
 
     def behind(self, out: torch.Tensor) -> torch.Tensor:
-        return {"nothing": lambda: out, "negation": out.neg, "sine": out.sin}[self.case.follower]()
+        return {"nothing": lambda same: same, "negation": torch.neg, "silu": F.silu}[self.case.follower](out)
 
     def call(self, dispatcher, leaves: dict[str, torch.Tensor], group=None) -> torch.Tensor:
         def block(*tensors):

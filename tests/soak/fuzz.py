@@ -154,7 +154,7 @@ def drawn(draw, ranks: tuple[int, ...]) -> Drawn:
         activation=activation,
         limit=0.0 if activation or dtype == torch.bfloat16 else limit,
         checkpoint=checkpoint,
-        follower=draw(st.sampled_from(("nothing", "negation", "sine"))),
+        follower=draw(st.sampled_from(("nothing", "negation", "silu"))),
         skip_unread=skip_unread and checkpoint == "replay",
         incoming=draw(st.sampled_from(("dense", "transposed", "strided", "expanded"))),
         pieces=pieces and number > 1,
