@@ -50,7 +50,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-cov",
-            "pytest-xdist",
+            "pytest-xdist>=3.7",
             "hypothesis",
             "pydantic>=2",
             "ruff>=0.17,<0.18",

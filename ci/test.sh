@@ -27,5 +27,6 @@ if [ -z "${PACKAGE:-}" ]; then
 fi
 beside_package "$VENV"
 stage "tests ($("$VENV/bin/python" -V), torch $("$VENV/bin/python" -c 'import torch; print(torch.__version__)'))"
-# A file stays with one worker: its tests share what a module's fixture made.
-"$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"
+# A file stays with one worker: its tests share what a module's fixture made. By default files with few tests, which are
+# the slow ones, would come last, and one worker would wait for the other.
+"$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

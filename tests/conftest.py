@@ -19,6 +19,8 @@ def pytest_sessionstart():
         del os.environ[name]
     # one thread, so that ranks and tests do not fight for the cores
     os.environ |= {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+    # torch 2.7.1 starts a process for each core when Inductor is imported, as torch_npu does
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.umask(0o022)
 
 
