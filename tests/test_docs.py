@@ -140,8 +140,8 @@ def test_a_document_and_its_chinese_twin_say_the_same(path):
         assert without_comments(text) == without_comments(other)
 
 
-def test_the_readmes_have_the_same_names_and_figures():
-    path = ROOT / "README.md"
+@pytest.mark.parametrize("path", [path for path in PAIRS if path.name == "README.md"], ids=name_of)
+def test_the_readmes_have_the_same_names_and_figures(path):
     for (_, spans, numbers), (_, other_spans, other_numbers) in zip(
         sections(path), sections(path.with_suffix(".zh-CN.md")), strict=True
     ):

@@ -144,7 +144,8 @@ class Setting:
     def title(self) -> str:
         """Everything that is chosen, in one line."""
         batch = f"batch {self.micro_batch}"
-        batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else f" x {self.accumulation}"
+        batch += f", micro-chunks of {self.chunk_mbs}" if self.chunk_mbs else ""
+        batch += f" x {self.accumulation}" if self.accumulation > 1 or not self.chunk_mbs else ""
         return f"{self.layout}, {batch}, recompute {self.policy}, N={self.num_chunks}, keep {self.keep}"
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from mindspeed_chunk import files
 from mindspeed_chunk.command import USER_ERROR, run
 from mindspeed_chunk.config import ConfigError
-from mindspeed_chunk.known_devices import DEVICES
+from mindspeed_chunk.known_devices import ALIASES, DEVICES
 from mindspeed_chunk.output import console, terminal
 from mindspeed_chunk.planner import given, tables
 from mindspeed_chunk.planner.compare.recipes import RECIPES
@@ -106,7 +106,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--devices-per-node", type=int, required=True)
-    parser.add_argument("--device", required=True, help=f"{', '.join(DEVICES)}, or a yaml or json file")
+    names = f"{', '.join(DEVICES)} (also {', '.join(ALIASES)})"
+    parser.add_argument("--device", required=True, help=f"{names}, or a yaml or json file")
     parser.add_argument("--sequence", type=int, help="tokens per sample (default: 4096)")
     parser.add_argument(
         "--global-batch", type=int, help=f"samples per step, of all ranks (default: {_SAMPLES_PER_RANK} per rank)"

@@ -230,3 +230,21 @@ def test_every_yaml_has_an_estimate_or_one_line(path, monkeypatch, capsys):
         assert error.startswith("error: ") and error.count("\n") == 1 and not out
     else:
         assert json.loads(out)["given"]["step"] > 0 and not error
+
+
+def test_stock_yamls_have_an_answer_or_one_line(monkeypatch, capsys):
+    """Those of other models are estimated with the sizes of the 35B."""
+    home = os.environ.get("MINDSPEED_MM_HOME")
+    if not home:
+        pytest.skip("MINDSPEED_MM_HOME is not set: no stock yamls to read")
+    answered = []
+    for path in sorted(Path(home, "examples").rglob("*.yaml")):
+        machine = ["--nodes", "2", "--devices-per-node", "16", "--device", "a3", "--model", "35b"]
+        monkeypatch.setattr(sys, "argv", ["plan", str(path), *machine])
+        code = plan.main()
+        out, err = capsys.readouterr()
+        assert code in (0, 1) and not err or code == 2 and not out and err.startswith("error: "), (path, err)
+        assert err.count("\n") == (code == 2), err
+        if code != 2:
+            answered.append(path.parent.name)
+    assert "qwen3_5" in answered
