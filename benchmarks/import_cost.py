@@ -26,7 +26,7 @@ print(time.process_time() - processor, time.perf_counter() - clock)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--runs", type=int, default=21, help="number of runs (default: 21)")
     rows = [load_plugin() for _ in range(parser.parse_args().runs)]
     for name, column in zip(("processor", "clock"), zip(*rows)):
         print(f"{name:<9} median {statistics.median(column):6.1f} ms, smallest {min(column):6.1f} ms, {len(rows)} runs")

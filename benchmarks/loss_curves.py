@@ -74,7 +74,7 @@ RUNS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--only", action="append", metavar="TEXT", help="runs with TEXT in their name, and their bases")
     parser.add_argument("--set", action="append", default=[], metavar="key.path=value", help="for every run")
     options = parser.parse_args()

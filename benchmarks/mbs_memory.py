@@ -40,10 +40,10 @@ RUNS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dispatcher", default="chunkmoe")
-    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--dispatcher", default="chunkmoe", help="default: chunkmoe")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens per sample (default: 512)")
     parser.add_argument("--first", type=int, default=len(RUNS), metavar="N", help="only the first N runs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw memory over time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

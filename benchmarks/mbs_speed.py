@@ -29,9 +29,9 @@ BOUND = 1e-5
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step (default: 4)")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens per sample (default: 64)")
+    parser.add_argument("--repeats", type=int, default=11, help="interleaved rounds (default: 11)")
     parser.set_defaults(device="cpu", ranks=2, stand_in=False)
     return run_on_ranks(parser, Path(__file__).stem, environment, measure)
 

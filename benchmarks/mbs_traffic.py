@@ -31,7 +31,7 @@ RUNS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dispatchers", nargs="+", default=("alltoall", "chunkmoe"))
+    parser.add_argument("--dispatchers", nargs="+", default=("alltoall", "chunkmoe"), help="default: both")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

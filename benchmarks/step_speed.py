@@ -54,7 +54,7 @@ def main():
         return on_rank(*sys.argv[1:])
     parser = Parser(description=__doc__)
     parser.add_argument("--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; needs root")
-    parser.add_argument("--trainer", choices=("embedded", "stock"), default="embedded")
+    parser.add_argument("--trainer", choices=("embedded", "stock"), default="embedded", help="default: embedded")
     parser.add_argument("--only", action="append", metavar="TEXT", help="cases with TEXT in their name, and alltoall")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case (default: 3)")
     parser.add_argument("--steps", type=int, default=5, help="of a run (default: 5)")

@@ -110,6 +110,14 @@ def test_commands_and_their_options_exist(path):
                 assert option == "--help" or f'"{option}"' in source, line
 
 
+def test_every_option_has_help():
+    for path in sorted([*(ROOT / "mindspeed_chunk").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
+        calls = [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.Call)]
+        for call in calls:
+            if getattr(call.func, "attr", "") == "add_argument" and ast.unparse(call.args[0]) != "'--version'":
+                assert any(each.arg == "help" for each in call.keywords), (name_of(path), ast.unparse(call.args[0]))
+
+
 def test_the_readme_lists_every_document():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in LINK.findall(prose(ROOT / "README.md"))}
     assert not [name_of(path) for path in DOCUMENTS if path.parent == ROOT / "docs" and path not in linked]

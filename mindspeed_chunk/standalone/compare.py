@@ -146,7 +146,7 @@ def plot(runs: Runs, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m mindspeed_chunk.standalone.compare", description=__doc__)
-    parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl")
+    parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS.jsonl", help="of each run")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the loss curves")
     arguments = parser.parse_args(argv)
     try:

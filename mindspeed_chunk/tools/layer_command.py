@@ -99,7 +99,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "--link", metavar="RATE", help="limit the link between the ranks, such as 1gbit; on CPUs, where it needs root"
     )
     parser.add_argument("--tokens", type=int, default=2048, help="on each rank (default: 2048)")
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=512, help="width of a token (default: 512)")
     parser.add_argument("--intermediate", type=int, default=256, help="of an expert (default: 256)")
     parser.add_argument("--experts", type=int, default=16, help="on all ranks together (default: 16)")
     parser.add_argument("--top-k", type=int, default=4, help="experts per token (default: 4)")
@@ -118,7 +118,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         metavar="WIDTH",
         help="in addition to the layer, a dense SwiGLU of this width on the same tokens (default: 0, none)",
     )
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help="of rows and weights (default: float32)")
     parser.add_argument("--forward-only", action="store_true", help="without gradients, as in an evaluation")
 
 

@@ -43,7 +43,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = Parser(prog="mindspeed-chunk lint", description=__doc__)
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?")
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a yaml of MindSpeed-MM")
     parser.add_argument("--world", type=_count, metavar="N", help="number of ranks of the run; allows more checks")
     parser.add_argument("--devices-per-node", type=_count, metavar="N", default=8,
                         help="devices of a node, or of a supernode with links as fast; default: 8")  # fmt: skip

@@ -104,8 +104,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--model", help=f"a folder with a config.json, or one of {', '.join(BUILT_IN)} (default: that of CONFIG.yaml)"
     )
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--devices-per-node", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--devices-per-node", type=int, required=True, help="number of devices of each node")
     names = f"{', '.join(DEVICES)} (also {', '.join(ALIASES)})"
     parser.add_argument("--device", required=True, help=f"{names}, or a yaml or json file")
     parser.add_argument("--sequence", type=int, help="tokens per sample (default: 4096)")
