@@ -127,6 +127,7 @@ SECTIONS: dict[str, Any] = {
         ),
         "activation_offload_plan": {"apply_modules": lint(NAMES, null=True)},
         **others("trust_remote_code freeze mtp_num_layers mtp_loss_scaling_factor"),
+        **others("gdn_implementation causal_conv1d_implementation kda_implementation use_experts_implementation"),
         **others("loss_cfg enable_chunk_loss chunkloss_plan"),  # 26.0
     },
     "data": {
