@@ -57,7 +57,12 @@ class _Yaml:
     """The values at paths, checked by the table of keys."""
 
     def __init__(self, path: Path) -> None:
-        self._settings = keys.read(yaml_text.load(yaml_text.read(path), str(path)).data)
+        data = yaml_text.load(yaml_text.read(path), str(path)).data
+        if not isinstance(data, Mapping):
+            raise ConfigError.about(
+                str(path), data, "must be a mapping, as a yaml of MindSpeed-MM is", "give another file"
+            )
+        self._settings = keys.read(data)
 
     def get(self, path: str, default: Any = None) -> Any:
         value: Any = self._settings

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -49,6 +50,28 @@ def test_the_example_for_npus_is_read_as_it_is():
     assert found.notes == []
     estimate = Estimator(job)(found.setting)
     assert estimate.peak < job.budget and estimate.step >= max(estimate.links) > 0
+
+
+def test_the_baselines_of_the_example_are_what_is_computed(tmp_path):
+    """Steps and memory of one node and of two, and steps with short samples, as the table has them."""
+    text = (ROOT / "examples" / "qwen3_5_35b" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| EP=(\d+), (.*?) \|(.*)\| \|$", text, flags=re.M)
+    assert len(rows) == 5
+    for ep, what, shown in rows:
+        chunks = re.search(r"N=(\d)", what)
+        values = {
+            "parallel__expert_parallel_size": int(ep),
+            "parallel__ep_plan__dispatcher": "chunkmoe" if chunks else "alltoall",
+            "parallel__ep_plan__moe_num_chunks": int(chunks[1]) if chunks else None,
+        }
+        computed = []
+        for nodes, tokens in ((1, 16384), (2, 16384), (2, 4096)):
+            length = {"data__dataset_param__basic_parameters__cutoff_len": tokens}
+            machine = A3 | {"nodes": nodes, "device": load_device("a3")}
+            read = given.read(changed(tmp_path, **values, **length), **machine)
+            estimate = Estimator(read.job)(read.setting)
+            computed += [f"{estimate.step:.2f} s", f"{estimate.peak / 1e9:.1f} GB"]
+        assert [cell.strip() for cell in shown.split("|")] == computed[:-1]
 
 
 NOTES = {
@@ -230,6 +253,14 @@ def test_every_yaml_has_an_estimate_or_one_line(path, monkeypatch, capsys):
         assert error.startswith("error: ") and error.count("\n") == 1 and not out
     else:
         assert json.loads(out)["given"]["step"] > 0 and not error
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a\n"])
+def test_what_is_no_mapping_is_named_by_its_file(text, tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"empty\.yaml: .*must be a mapping, as a yaml of MindSpeed-MM is"):
+        given.read(path, **A3)
 
 
 def test_stock_yamls_have_an_answer_or_one_line(monkeypatch, capsys):
